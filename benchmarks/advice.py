@@ -1,15 +1,15 @@
-"""What the advice predicts against what the change gives, on real runs.
+"""Predictions of the advice, compared with real runs of the advised schedules.
 
     python benchmarks/advice.py                        on the CPU, some minutes
     python benchmarks/advice.py --device cuda          on a GPU, with a larger model
     python benchmarks/advice.py --json                 for a script
 
-The same model is trained on the same prompts under several schedules. From the log of each run
-the simulator predicts the speed of every other schedule, as `sortedrl report` does for its advice;
-then stands what that schedule really gave. Speed is trained tokens per second of everything.
+The same model is trained on the same prompts under several schedules. From the log of each run the
+simulator predicts the speed of every other schedule, as `sortedrl report` does for its advice; the
+measured speed is shown next to it. Speed is trained tokens per second of the whole run.
 
-The model is made from nothing and its answers end at random, one token in a few hundred: so their
-lengths have a long tail, and the learning rate is so small that they keep it.
+The model has random weights, and its answers end at random, one token in a few hundred, so lengths
+have a long tail; the learning rate is too small to change them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def length(prompt, response):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large everything is."""
+    """Sizes of model and runs."""
 
     hidden: int
     layers: int
@@ -60,17 +60,17 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A prediction from the log of one schedule for another, and what came of it."""
+    """A prediction from the log of one schedule for another, and the measured result."""
 
     seen: str
     asked: str
     predicted: float
-    """Speed of the schedule asked for over that of the one seen, both simulated."""
+    """Speedup of the asked schedule over the seen one, both simulated."""
     measured: float
 
 
 def schedules(size: Size) -> list[Schedule]:
-    """The schedules that are compared."""
+    """The schedules to compare."""
     sync = Schedule(
         strategy="sync",
         mode="on_policy",
@@ -82,7 +82,7 @@ def schedules(size: Size) -> list[Schedule]:
 
 
 def write_world(folder: Path, size: Size) -> None:
-    """A model whose answers end at random, and a reward."""
+    """Write a model whose answers end at random, and a reward."""
     shape = TinySettings(
         hidden=size.hidden, layers=size.layers, heads=size.hidden // 64, context=4 * size.max_tokens
     )
@@ -93,7 +93,7 @@ def write_world(folder: Path, size: Size) -> None:
 
 
 def trained(folder: Path, schedule: Schedule, *, size: Size, device: str) -> list[Event]:
-    """The log of a run."""
+    """Train with the schedule; returns the log."""
     out = folder / schedule.name.replace("/", "-").replace(" ", "")
     count = size.groups * schedule.group_prompts
     settings = TrainSettings(
@@ -116,7 +116,7 @@ def trained(folder: Path, schedule: Schedule, *, size: Size, device: str) -> lis
 
 
 def claims(logs: dict[Schedule, list[Event]], engine: EngineSettings) -> list[Claim]:
-    """Every schedule predicted from the log of every other one."""
+    """Predict every schedule from the log of every other one."""
     speeds = {s: measure(log).run.trained_per_second for s, log in logs.items()}
     found = []
     for seen, log in logs.items():

@@ -3,13 +3,13 @@
     python benchmarks/controller_load.py                      two workers, a minute
     python benchmarks/controller_load.py --workers 8 --slots 256 --answers 100000
     python benchmarks/controller_load.py --alone              the same loop without Ray
-    python benchmarks/controller_load.py --held 1000000       memory of so many trajectories
+    python benchmarks/controller_load.py --held 1000000       memory of this many trajectories
 
 Loop, buffer, controller, pool and Ray actors are the real ones. Engines inside the actors are
-simulated and take no time, so the controller is what limits; with --pause they finish one answer
-in so many seconds each, and the controller hears of them one by one. A trajectory event is a
-start, a finish or an interruption. Seconds of the CPU are those of the controller's process, with
-the threads of Ray in it: on a busy machine they say more than the clock on the wall.
+simulated and take no time, so the controller is the bottleneck; with --pause each engine finishes
+one answer per that many seconds, reported one by one. A trajectory event is a start, a finish or
+an interruption. CPU seconds are those of the controller's process including Ray's threads: on a
+busy machine they are more reliable than wall time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAX_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one run asked of the controller."""
+    """The load of the controller in one run."""
 
     workers: int
     slots: int
@@ -63,33 +63,33 @@ class Load:
 
     @property
     def events_per_second(self) -> float:
-        """Trajectory events per second on the wall."""
+        """Trajectory events per second of wall time."""
         return self.events / self.wall_seconds
 
     @property
     def events_per_cpu_second(self) -> float:
-        """Trajectory events per second of the controller's CPU."""
+        """Trajectory events per CPU second of the controller."""
         return self.events / self.controller_cpu_seconds
 
 
 class CountingTrainer:
-    """Only counts versions: the update itself is not what is measured."""
+    """Only counts versions: updates are not measured."""
 
     def __init__(self) -> None:
         """At version 0."""
         self.version = 0
 
     def update(self, batch: TrainBatch) -> None:
-        """One version more."""
+        """Increment the version."""
         self.version += 1
 
     def weights(self) -> Weights:
-        """Nothing but a version."""
+        """A version without tensors."""
         return Weights(self.version)
 
 
 def run(engine: Engine, given: argparse.Namespace) -> Load:
-    """Train on all answers once, and count."""
+    """Train on all answers once, and count events."""
     kinds: Counter[str] = Counter()
 
     def record(event: Event) -> None:
@@ -140,7 +140,7 @@ def opened(given: argparse.Namespace) -> Iterator[Engine]:
     )
     from sortedrl.cluster.worker_pool import WorkerPool
 
-    # Workers import the simulated engine, and know its folder only from the environment.
+    # Workers import the simulated engine and get its folder only through the environment.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     with connected(cluster, tell=tell):
         placement = BundlePlacement(blueprint(cluster), seconds=120)
@@ -160,7 +160,7 @@ def opened(given: argparse.Namespace) -> Iterator[Engine]:
 
 
 def hold(count: int, *, samples_per_prompt: int) -> dict[str, float]:
-    """Memory and seconds of a buffer with so many trajectories that wait."""
+    """Memory and build time of a buffer with this many waiting trajectories."""
     buffer, before, start = Buffer(unit_size=1), resident_bytes(), time.perf_counter()
     prompts = SimulatedPrompts(count // samples_per_prompt, prompt_tokens=256)
     while not prompts.is_exhausted:
@@ -182,14 +182,14 @@ def hold(count: int, *, samples_per_prompt: int) -> dict[str, float]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
+    """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def tell(words: str) -> None:
-    """To the person who waits."""
-    print(words, file=sys.stderr, flush=True)
+def tell(line: str) -> None:
+    """Print a status line to standard error."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def parsed() -> argparse.Namespace:
@@ -198,13 +198,13 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--slots", type=int, default=256, help="of each worker")
+    parser.add_argument("--slots", type=int, default=256, help="slots of each worker")
     parser.add_argument("--answers", type=int, default=20_000)
     parser.add_argument("--group", type=int, default=4096, help="prompts of a group")
     parser.add_argument("--batch", type=int, default=1024, help="answers of an update")
     parser.add_argument("--median", type=float, default=1000.0, help="tokens of an answer")
-    parser.add_argument("--spare", type=int, default=0, help="answers that wait inside a worker")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds of an engine's step")
+    parser.add_argument("--spare", type=int, default=0, help="answers that queue inside a worker")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of an engine step")
     parser.add_argument("--alone", action="store_true", help="one engine in this process, no Ray")
     parser.add_argument("--held", type=int, default=0, help="trajectories in a buffer, no loop")
     parser.add_argument("--repeats", type=int, default=1)
@@ -233,7 +233,7 @@ def main() -> None:
                 rows.append(asdict(load))
                 print(
                     f"{load.events:,} events in {load.wall_seconds:.1f} s: "
-                    f"{load.events_per_second:,.0f}/s on the wall, "
+                    f"{load.events_per_second:,.0f}/s of wall time, "
                     f"{load.events_per_cpu_second:,.0f} per CPU second of the controller; "
                     f"{load.resident_mib:,.0f} MiB"
                 )

@@ -5,13 +5,13 @@
     python benchmarks/coupling.py --model FOLDER --json result.json
 
 A model is trained in fp32 with AdamW. Copies of its weights in fp32, fp16 and bf16, rounded plainly
-or held (coupling_study/copies.py), write answers at version 0, and look at them again after
-each update: which share of an answer is kept at which tolerance, which tokens a tolerance lets in,
-and how far each copy is from the weights that are trained. A copy that hardly moves keeps much and
-follows little: look at both.
+or held (coupling_study/copies.py), generate answers at version 0 and verify them after each update:
+the share of an answer that is kept at each tolerance, the tokens that a tolerance admits, and the
+distance of each copy from the trained weights. A copy that hardly moves keeps much and follows
+little: look at both.
 
-On the CPU the engine rounds the logits of 16-bit weights to 16 bits too; on a GPU they stay in
-fp32, so only the numbers from a GPU say what fp16 and bf16 are good for.
+On the CPU the engine also rounds the logits of 16-bit weights to 16 bits; on a GPU they stay in
+fp32, so only GPU numbers are representative of fp16 and bf16.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from coupling_study.study import Findings, Study
 
 
-def broken_promises(findings: Findings, *, device: str) -> list[str]:
-    """What the engine promises of batches and tolerances, and did not keep.
+def violations(findings: Findings, *, device: str) -> list[str]:
+    """Guarantees of the engine for batches and tolerances that did not hold.
 
-    It promises the same bits for a row in any batch, in fp32 on the CPU and in 16 bits on a GPU.
+    It guarantees the same bits for a row in any batch, in fp32 on the CPU and in 16 bits on a GPU.
     """
     promised: set[Arithmetic] = {"fp16", "bf16"} if device.startswith("cuda") else {"fp32"}
     unequal = [
@@ -51,7 +51,7 @@ def broken_promises(findings: Findings, *, device: str) -> list[str]:
 
 
 def save(study: Study, settings: Settings, *, seconds: float) -> None:
-    """Everything that is known so far, where the settings say."""
+    """Write the findings so far to the file in the settings."""
     from coupling_study.recommend import recommend
 
     if settings.json is None:
@@ -83,10 +83,10 @@ def main() -> None:
     study = Study(settings)
     for seed in settings.seeds:
         study.run(seed)
-        # A run that is stopped between two seeds leaves what it found.
+        # A run stopped between two seeds keeps its findings.
         save(study, settings, seconds=time.perf_counter() - began)
     Tables(study.findings, settings).show(recommend(study.findings, settings))
-    broken = broken_promises(study.findings, device=study.device)
+    broken = violations(study.findings, device=study.device)
     if broken:
         raise SystemExit("\n".join(broken))
 

@@ -1,19 +1,19 @@
-"""How fast the native engine writes, beside transformers and vLLM: useful tokens per second.
+"""Throughput of the native engine compared with transformers and vLLM, in useful tokens per second.
 
     python benchmarks/engine.py --vllm-python VENV/bin/python       the CPU preset, ten minutes
     python benchmarks/engine.py --peers native generate             without vLLM
     python benchmarks/engine.py --preset h200-tail --json tail.json
     python benchmarks/engine.py --preset h200-small --peers native vllm generate --repeats 1
 
-All engines get the same model, prompts and forced answer lengths. The runs of our engine and of
-the peer alternate, so that noise hits both; a warm-up of each is not counted.
+All engines get the same model, prompts and forced answer lengths. Runs of the native engine and of
+the peer alternate, so that noise affects both; each is warmed up first.
 
     h200-small   SmolLM2-135M shape, bf16, 256 slots, 256 answers of 512 tokens
     h200-tail    the same with 512 long-tailed answers, 891 tokens on average, at most 4,096
     h200-qwen    Qwen2.5-1.5B shape, bf16, 256 slots, 256 answers of 2,048 tokens
     h200-8b      LLaMA-3.1-8B shape, bf16, 128 slots, 128 answers of 1,024 tokens
     h200-8b-64   the same with 64 slots; h200-8b-256: with 256 slots and answers of 512 tokens
-    h200-32b     Qwen2.5-32B shape, bf16, 64 slots, 64 answers of 256 tokens, our engine alone
+    h200-32b     Qwen2.5-32B shape, bf16, 64 slots, 64 answers of 256 tokens, native engine only
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The runs of one engine, and those of ours that alternated with them."""
+    """The runs of one engine, and the native runs that alternated with them."""
 
     name: PeerName
     note: str
@@ -61,14 +61,14 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """Its rate over ours in the runs beside; `None` if ours did not run."""
+        """Its rate over that of the alternating native runs; `None` if there are none."""
         rates = [sample.tokens_per_second for sample in self.beside]
         return self.rate / median(rates) if rates else None
 
 
 @contextlib.contextmanager
 def saved(model: PreTrainedModel, settings: Settings) -> Iterator[Path]:
-    """The model as a folder, for the peers that want one; a temporary one if need be."""
+    """The model as a folder, for peers that need one; temporary if necessary."""
     if Path(settings.model).is_dir():
         yield Path(settings.model)
         return
@@ -103,7 +103,7 @@ def open_peer(
 
 
 def compare(settings: Settings, model: PreTrainedModel, workload: Workload) -> list[Result]:
-    """Run every engine; ours stays up and alternates with each of the others."""
+    """Run every engine; the native one stays loaded and alternates with each of the others."""
     others = [name for name in settings.peers if name != "native"]
     seeds = range(settings.seed, settings.seed + settings.repeats)
     results: list[Result] = []
@@ -138,7 +138,7 @@ def compare(settings: Settings, model: PreTrainedModel, workload: Workload) -> l
 def memory_limit(
     result: Result, model: PreTrainedModel, workload: Workload, *, bandwidth: float
 ) -> MemoryLimit:
-    """What the memory allows for the steps that our engine took."""
+    """The memory-bandwidth limit for the steps of the native engine."""
     from engine_peers import models
 
     return models.MemoryLimit(
@@ -152,7 +152,7 @@ def memory_limit(
 
 
 def show(results: Sequence[Result], limit: MemoryLimit | None) -> None:
-    """Print the table, and what to know of each engine."""
+    """Print the table and the notes."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
@@ -190,7 +190,7 @@ def main() -> None:
     settings = parse(sys.argv[1:], description=__doc__)
     if settings.vllm_python is None and find_spec("vllm") is None and settings.with_vllm:
         raise SystemExit(
-            "vllm cannot be imported here: name the interpreter that has it with --vllm-python, or "
+            "vllm cannot be imported here: set --vllm-python to an interpreter that has it, or "
             "leave it out of --peers"
         )
     import torch

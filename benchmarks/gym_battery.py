@@ -1,12 +1,12 @@
-"""What constants and altered golds earn in each task of reasoning-gym.
+"""Rewards of constants and altered golds in each task of reasoning-gym.
 
     python benchmarks/gym_battery.py --out docs/reference/gym-scorers.md   all, half an hour
     python benchmarks/gym_battery.py --tasks countdown puzzle24            some, on the screen
 
-For every task some rows are generated. Each is answered with a battery of constants, which do not
-look at the row, and of altered golds, which are almost the right answer; the share of rows in which
-they count as right is noted, for our reward and for the library's scorer alone with the usual bound
-of 0.99. The best of each kind is shown: for a constant this is also the rate of the best guess.
+For every task some rows are generated. Each is answered with constants, which ignore the row, and
+with altered golds, which are almost right. The share of rows in which they count as right is
+reported, for our reward and for the library's scorer alone with the usual threshold of 0.99. The
+best of each kind is shown; for a constant this is also the rate of the best guess.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ CONSTANTS = (
     '["fill A"]',
     "[{}]",
 )
-"""Answers that do not look at the row."""
+"""Answers that ignore the row."""
 _LARGEST = 4_000
-"""No altered gold is longer than this, so that one row of one task cannot take minutes."""
+"""Longer altered golds are skipped, so that one row cannot take minutes."""
 _SLOW = ("intermediate_integration", "simple_integration")
 _FEW = 5
-"""Rows for the library's scorer where it takes seconds for an answer."""
+"""Rows for the library's scorer if it takes seconds per answer."""
 
 
 def _digits(change: Callable[[int], int], *, is_last: bool = True) -> Callable[[str], str]:
@@ -73,7 +73,7 @@ def _digits(change: Callable[[int], int], *, is_last: bool = True) -> Callable[[
 
 
 def _letter(gold: str) -> str:
-    """The gold with its last letter replaced by another one that it holds."""
+    """The gold with its last letter replaced by another of its letters."""
     places = [place for place, char in enumerate(gold) if char.isalpha()]
     if not places:
         return gold
@@ -106,12 +106,12 @@ ALTERED: Mapping[str, Callable[[str], str]] = {
     "backwards": lambda gold: " ".join(gold.split()[::-1]),
     "its numbers cut off": lambda gold: re.sub(r"(\d+)\.\d*[1-9]\d*", r"\1", gold),
 }
-"""Answers made from the gold that should not count as right."""
+"""Answers derived from the gold that should not count as right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one judge gave to one task: shares of rows."""
+    """The rates of one judge on one task."""
 
     gold: float | None
     constant: tuple[str, float]
@@ -128,7 +128,7 @@ def ours(row: Row, answer: str) -> bool:
 
 
 def library(task: str) -> Judge:
-    """The library's scorer alone; only ever given the answers of this file."""
+    """The library's scorer alone; used only with the answers of this file."""
     from reasoning_gym.factory import create_dataset
 
     scorer = create_dataset(task, seed=0, size=1)
@@ -143,7 +143,7 @@ def library(task: str) -> Judge:
 
 
 def gold_of(row: Row) -> str | None:
-    """The gold, or the example of a right answer where there are many."""
+    """The gold, or an example of a right answer if there are many."""
     entry: Any = unpacked(row.fields["entry"])
     if entry["answer"] is not None:
         return str(entry["answer"])
@@ -157,7 +157,7 @@ def gold_of(row: Row) -> str | None:
 
 
 def altered_golds(rows: Sequence[Row]) -> Iterator[tuple[str, list[str | None]]]:
-    """Each alteration with its answer to every row, or None where it changes nothing."""
+    """Each alteration with its answer to every row; `None` if it changes nothing."""
     golds = [gold_of(row) for row in rows]
     for label, change in ALTERED.items():
         changed = [change(gold) if gold else None for gold in golds]
@@ -173,13 +173,13 @@ def altered_golds(rows: Sequence[Row]) -> Iterator[tuple[str, list[str | None]]]
 
 
 def _spelled(text: str) -> list[str]:
-    """A text without what never counts: white space, case, zeros behind a number."""
+    """Spellings of a text that differ in white space, case or trailing zeros."""
     numbers = re.sub(r"-?\d+\.\d*|-?\d+", lambda found: repr(float(found[0]) or 0.0), text)
     return numbers.casefold().split()
 
 
 def _statement(text: str) -> str:
-    """A statement or the question of a prompt, without its number."""
+    """A statement or the question in a prompt, without its number."""
     lines = [
         line for line in text.splitlines() if re.match(r"\.?\d+\. ", line)
     ] or text.splitlines()
@@ -187,7 +187,7 @@ def _statement(text: str) -> str:
 
 
 def rates(rows: Sequence[Row], judge: Judge) -> Rates:
-    """What the gold, the best constant and the best altered gold earn."""
+    """The rates of the gold, the best constant and the best altered gold."""
     golds = [gold_of(row) for row in rows]
     known = [judge(row, gold) for row, gold in zip(rows, golds, strict=True) if gold is not None]
     constants = {text: sum(judge(row, text) for row in rows) / len(rows) for text in CONSTANTS}
@@ -207,7 +207,7 @@ def rates(rows: Sequence[Row], judge: Judge) -> Rates:
 
 
 def shown(found: tuple[str, float]) -> str:
-    """The best answer of a kind with its rate; nothing where none was right."""
+    """The best answer of a kind with its rate; empty if none was right."""
     label, rate = found
     if not rate:
         return "0"
@@ -257,7 +257,7 @@ Made by `python benchmarks/gym_battery.py --out docs/reference/gym-scorers.md` w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What constants and altered golds earn in each task of reasoning-gym."""
+    """Rates of constants and altered golds in each task of reasoning-gym."""
 
     tasks: tuple[str, ...] = tuple(sorted(RULES))
     """Which tasks."""

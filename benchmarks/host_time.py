@@ -1,13 +1,12 @@
-"""Host time per decode step of the native engine, with a device that costs nothing.
+"""Host time per decode step of the native engine, with a device of infinite speed.
 
     python benchmarks/host_time.py                       1,024 slots, 32k context
     python benchmarks/host_time.py --slots 256 --profile
 
-The engine, the planner and the CUDA runner are the real ones; only the forward pass is replaced by
-tensors that were made before. So what is left is what a GPU would wait for if it were infinitely
-fast: planning, filling and sending the rows, and reading the tokens. All copies are between places
-of main memory. CPU time of one thread is measured, which other processes on the machine hardly
-touch.
+Engine, planner and CUDA runner are the real ones; only the forward pass is replaced by precomputed
+tensors. What remains is what an infinitely fast GPU would wait for: planning, filling and sending
+the rows, and reading the tokens. All copies are within main memory. CPU time of one thread is
+measured, which other processes hardly affect.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ class Settings:
     """What to measure."""
 
     slots: int = 1024
-    """Answers that are decoded at the same time."""
+    """Answers decoded at the same time."""
     context: int = 32768
-    """Tokens of prompt and answer at most."""
+    """Maximum tokens of prompt and answer."""
     prompt_tokens: int = 512
     """Tokens of each prompt."""
     steps: int = 100
     """Decode steps of one repeat."""
     repeats: int = 5
-    """Repeats; the table of blocks grows all the while."""
+    """Repeats; block tables keep growing."""
     profile: bool = False
-    """Print where the time goes instead."""
+    """Print a profile instead."""
 
 
 class _Event:
-    """An event of a device that is always ready."""
+    """An event that is always complete."""
 
     def record(self) -> None:
         """Nothing to record."""
@@ -83,7 +82,7 @@ class _FreeRunner(CudaRunner):
 
 @contextmanager
 def free_device() -> Iterator[None]:
-    """Make engines of this process use a device that costs nothing."""
+    """Make new engines of this process use a device without forward passes."""
 
     def runner(
         hf_model: HFModel, size: CacheSize, *, slots: int, max_rows: int, is_compiled: bool

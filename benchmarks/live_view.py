@@ -1,23 +1,22 @@
-"""What the live view costs: the same training run with it and without it, and a single frame.
+"""Cost of the live view: the same training run with and without it, and a single frame.
 
     python benchmarks/live_view.py                 both, about ten minutes on one core
     python benchmarks/live_view.py --quick         short runs, once each
     python benchmarks/live_view.py --json          for a script
     python benchmarks/live_view.py -- --device cuda --model tiny:hidden=512,layers=8,heads=8
-                                                   what follows -- changes settings of the runs
+                                                   arguments after -- change settings of the runs
 
-Runs: a tiny model is trained on the CPU with one thread, from the same seed, so the work is the
-same to the token. With: standard error is a pseudo-terminal of 100 x 30, and the view draws on it.
-Without: standard error is a file, and plain lines go there. Both ways take turns, and the first
-of a pair changes from pair to pair. Seconds are those of the run's own clock (loading left out);
-CPU seconds are those of the whole process, loading included, and others on the machine disturb
-them less.
+Runs: a tiny model is trained on the CPU with one thread, from the same seed, so the work is
+identical to the token. With: standard error is a pseudo-terminal of 100 x 30 that the view draws
+on. Without: standard error is a file with plain lines. The two alternate, and the first of a pair
+alternates too. Seconds are those of the run's own clock, without loading; CPU seconds are those of
+the whole process including loading, and are less affected by other processes.
 
-Accounted: in one more run with the view, the CPU time of every call into it is added up, from the
-run's thread and from its own; two equal runs differ by more than the view takes.
+Accounted: in one more run with the view, the CPU time of every call into it is summed, from the
+run's thread and its own; two equal runs differ by more than the view costs.
 
-Frames: the drawing of one frame, from the state of the run to the terminal, in CPU time, while a
-simulated run goes on; and what the run itself pays to tell of one event.
+Frames: CPU time to draw one frame, from state to terminal, during a simulated run; and the cost of
+one event for the run.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ sys.exit(code)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one training run took."""
+    """The times of one training run."""
 
     seconds: float
     cpu_seconds: float
@@ -90,7 +89,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frames:
-    """What the view takes for so many slots."""
+    """The cost of the view for a number of slots."""
 
     slots: int
     frame_milliseconds: float
@@ -99,13 +98,13 @@ class Frames:
 
     @property
     def share(self) -> float:
-        """Of a core, for the frames alone."""
+        """Of a core, for frames only."""
         return self.frame_milliseconds * FRAMES_PER_SECOND / 1000
 
 
 @contextmanager
 def terminal() -> Iterator[int]:
-    """A pseudo-terminal that someone reads; gives the end to write to."""
+    """A pseudo-terminal with a reader; yields the end to write to."""
     reader, writer = os.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
     thread = threading.Thread(target=_read_all, args=(reader,))
@@ -123,7 +122,7 @@ def _read_all(reader: int) -> None:
         try:
             if not os.read(reader, 1 << 16):
                 return
-        except OSError:  # Linux says so when the other end is closed
+        except OSError:  # Linux raises this when the other end is closed
             return
 
 
@@ -135,7 +134,7 @@ def train(
     changes: list[str],
     account: Path | None = None,
 ) -> Run:
-    """One training run in a process of its own; `account` is where it adds up the view's time."""
+    """One training run in its own process; `account` is where the view's time is written."""
     program = ["-m", "sortedrl"] if account is None else ["-c", ACCOUNTED, str(account)]
     words = [
         *(sys.executable, *program, "train", "--model", "tiny:seed=0", "--threads", "1"),
@@ -164,7 +163,7 @@ def train(
 
 
 def pairs(repeats: int, *, updates: int, changes: list[str]) -> list[tuple[Run, Run]]:
-    """Runs with and without the view, taking turns."""
+    """Runs with and without the view, alternating."""
     found = []
     with tempfile.TemporaryDirectory() as root:
         for number in range(repeats):
@@ -190,7 +189,7 @@ def accounted(*, updates: int, changes: list[str]) -> tuple[float, Run]:
 
 
 def frames(slots: int, *, most_events: int) -> Frames:
-    """The view of a simulated run with so many slots, drawn after every few events."""
+    """The view of a simulated run with this many slots, drawn after every few events."""
     paper = PRESETS["paper"]()
     schedule = replace(paper.schedule, group_prompts=4 * slots, update_batch=slots)
     engine = replace(paper.engine, slots=slots)
@@ -229,7 +228,7 @@ def frames(slots: int, *, most_events: int) -> Frames:
 
 @contextmanager
 def drawn_view(source: Source) -> Iterator[LiveView]:
-    """A view of the source that draws when it is asked to."""
+    """A view of the source that draws on demand."""
     with terminal() as writer, os.fdopen(os.dup(writer), "w") as file:
         console = Console(file=file, force_terminal=True, color_system="truecolor")
         console.size = ConsoleDimensions(WIDTH, HEIGHT)
@@ -239,7 +238,7 @@ def drawn_view(source: Source) -> Iterator[LiveView]:
 
 
 def tell_all(view: LiveView, events: list[Event]) -> None:
-    """What the run does for the view."""
+    """The calls of a run to the view."""
     for event in events:
         view(event)
 
@@ -252,7 +251,7 @@ def cpu_seconds(work: Callable[[], None]) -> float:
 
 
 def ratios(found: list[tuple[Run, Run]]) -> dict[str, list[float]]:
-    """With the view over without it, pair by pair."""
+    """Ratios with over without the view, per pair."""
     return {
         "seconds": [with_view.seconds / without.seconds for with_view, without in found],
         "cpu_seconds": [w.cpu_seconds / without.cpu_seconds for w, without in found],

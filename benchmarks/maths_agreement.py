@@ -1,20 +1,20 @@
-r"""How far the maths reward agrees with the golds of the maths sets.
+r"""Agreement of the maths reward with the golds of the maths sets.
 
     python benchmarks/maths_agreement.py --folder FOLDER               all sets, minutes on a core
     python benchmarks/maths_agreement.py --folder FOLDER --sets aime24 amc23
     python benchmarks/maths_agreement.py --folder FOLDER --json result.json
 
-Each row is scored by the real reward, in worker processes with a time limit, in four ways, and
-once by math-verify alone:
+Each row is scored by the real reward, in worker processes with a timeout, in four ways, and once by
+math-verify alone:
 
     library     the gold in a box against the gold in a box, by math-verify with its own settings
     itself      the gold in a box must be right
-    respelled   the gold in another spelling, which only sympy or exact numbers can see, must too
+    respelled   the gold in another spelling, which needs sympy or exact numbers, must too
     solution    the worked solution of the row, if it has one with a box, should be right
     neighbour   the gold of the next row, if it is another text, should be wrong
 
-What comes out otherwise is listed. In `solution` that is mostly a mistake of the set, and in
-`neighbour` two spellings of one answer.
+Exceptions are listed. In `solution` they are mostly errors of the set, and in `neighbour` two
+spellings of one answer.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Settings:
     sets: tuple[str, ...] = tuple(MATHS_SETS)
     """The sets to look at."""
     json: Path | None = None
-    """Where to write everything that was found."""
+    """Write all findings to this file."""
     workers: int = 2
     """Worker processes."""
     limit: int | None = None
-    """The first so many rows of each set only."""
+    """Only the first rows of each set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Check:
 
 @dataclass(slots=True)
 class Count:
-    """How one kind of check came out for a set."""
+    """Results of one kind of check for a set."""
 
     checks: int = 0
     agreed: int = 0
@@ -82,7 +82,7 @@ class Count:
 
 
 def library_alone(prompt: Prompt, response: str) -> dict[str, float]:
-    """What math-verify makes of the golds without our readers."""
+    """math-verify on the golds without our parsers."""
     from math_verify import parse, verify
 
     gold = parse(rf"\boxed{{{written(prompt.fields['answer'])}}}", parsing_timeout=None)
@@ -91,12 +91,12 @@ def library_alone(prompt: Prompt, response: str) -> dict[str, float]:
 
 
 def written(gold: object) -> str:
-    """The gold as a model would put it into a box."""
+    """The gold as a model would box it."""
     return gold if isinstance(gold, str) else ", ".join(gold)  # type: ignore[arg-type]
 
 
 def respelled(gold: str) -> str | None:
-    """The gold in another spelling; `None` where there is no safe one."""
+    """The gold in another spelling; `None` if none is safe."""
     tidy = tidied(gold)
     number = numeral(tidy, is_gold=True)
     if number is not None:
@@ -112,7 +112,7 @@ def respelled(gold: str) -> str | None:
 
 
 def checks(pairs: Sequence[tuple[str, Example]]) -> Iterator[Check]:
-    """What is scored for the rows of a set."""
+    """The checks for the rows of a set."""
     for number, (place, example) in enumerate(pairs):
         prompt = Prompt(id=number, fields={"answer": example.answer, **example.fields})
         gold = written(example.answer)

@@ -1,13 +1,13 @@
-"""Tries every part of a run that needs GPUs, and prints a verdict for each.
+"""Tests every part of a run that needs GPUs, and prints a verdict for each.
 
     python benchmarks/multi_gpu_check.py                       all parts; 5 to 15 minutes
     python benchmarks/multi_gpu_check.py --parts sleep ranks   some of them
     python benchmarks/multi_gpu_check.py --json check.json     the verdicts as a file too
-    python benchmarks/multi_gpu_check.py --cpu                 on CPU processes, where that can be
+    python benchmarks/multi_gpu_check.py --cpu                 on CPU processes, where possible
 
-A user with two or eight GPUs runs it once before a long run. Every part has a process of its own
-and a tiny model, so one that fails or hangs does not disturb the others. A part that this machine
-cannot run says what it needs. The exit code is 1 if a part failed.
+Run it once on a machine with two or eight GPUs before a long run. Every part has its own process
+and a tiny model, so a failure or hang does not affect the others. A part that this machine cannot
+run says what it needs. The exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CPU_PROCESSES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One thing to try."""
+    """One part to test."""
 
     about: str
     run: Callable[[bool], str]
@@ -54,7 +54,7 @@ class Part:
     def missing(self, *, on_cpu: bool) -> str | None:
         """What this machine lacks for it."""
         if on_cpu and not self.can_use_cpus:
-            return "is about GPUs alone"
+            return "tests GPUs only"
         if not on_cpu and torch.cuda.device_count() < self.gpus:
             return f"needs {self.gpus} GPU{'s' if self.gpus > 1 else ''}"
         lacking = [name for name in self.packages if find_spec(name) is None]
@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What came of a part."""
+    """The result of a part."""
 
     part: str
     verdict: Literal["ok", "failed", "skipped"]
@@ -75,9 +75,9 @@ class Verdict:
 
 
 def _bits(on_cpu: bool) -> str:
-    """What the native engine does when it starts, for the products of a model with 8B parameters.
+    """Start-up checks of the native engine, for the products of a model with 8B parameters.
 
-    A row must come out with the same bits in any batch.
+    A row must have the same bits in any batch.
     """
     from sortedrl.engines.native.matmul import fp32_logits, invariant_products, no_split_k
 
@@ -96,7 +96,7 @@ def _bits(on_cpu: bool) -> str:
         found = invariant_products(model, {head: fp32_logits(head)}, sizes=sizes)
     _require(not heard.warnings, "; ".join(heard.warnings))
     others = ", the others 64 rows at a time" if found else ""
-    return f"{len(layers) - len(found)} of {len(layers)} as they are{others}"
+    return f"{len(layers) - len(found)} of {len(layers)} unchanged{others}"
 
 
 class _Heard(logging.Handler):
@@ -114,7 +114,7 @@ class _Heard(logging.Handler):
 
 
 def _with_vllm(*, shards: int, can_sleep: bool) -> str:
-    """Start vLLM, let it sleep, give it new weights, and compare what it writes."""
+    """Start vLLM, put it to sleep, load new weights, and compare its tokens."""
     from sortedrl.engines.conformance import greedy, reference_model
     from sortedrl.engines.sampling import Sampling
     from sortedrl.engines.streaming.backend import EventLoop, GenerationRequest
@@ -176,7 +176,7 @@ def _with_vllm(*, shards: int, can_sleep: bool) -> str:
 
 
 def _ipc(_: bool) -> str:
-    """A tensor of this process, read by another one on the same card."""
+    """A tensor of this process, read by another one on the same GPU."""
     from sortedrl.engines.vllm.worker_extension import addresses
 
     tensor = torch.arange(1 << 20, device="cuda", dtype=torch.float32)
@@ -200,7 +200,7 @@ def _read_address(address: Sequence[object], answers: Queue[float]) -> None:
 
 
 def _broadcast(on_cpu: bool) -> str:
-    """A broadcast from one process to another, as a weight sync does it: 1 GiB on GPUs."""
+    """A broadcast between two processes, as in a weight sync: 1 GiB on GPUs."""
     from sortedrl.cluster.broadcast import BroadcastSender, RendezvousStore, parts
     from sortedrl.cluster.weight_transport import BROADCAST_BYTES, Rendezvous
 
@@ -227,7 +227,7 @@ def _broadcast(on_cpu: bool) -> str:
     _require(found["device"] == kind, f"weights must arrive on {kind}, got {found['device']}")
     size = sum(tensor.nbytes for tensor in tensors.values())
     over = "gloo" if on_cpu else "NCCL"
-    return f"{size / 1e9:.2f} GB in {seconds:.2f} s, the first time, over {over}"
+    return f"{size / 1e9:.2f} GB in {seconds:.2f} s, including setup, over {over}"
 
 
 def _receive(rendezvous: object, device: str, answers: Queue[dict[str, object]]) -> None:
@@ -247,7 +247,7 @@ def _receive(rendezvous: object, device: str, answers: Queue[dict[str, object]])
 def run_words(name: str, out: Path, *, gpus: int) -> list[str]:
     """The command line of two updates of a tiny model with the cluster of a part.
 
-    Without GPUs all of its processes are on CPUs.
+    Without GPUs, all processes run on CPUs.
     """
     cluster = dict(CLUSTERS[name])
     processes = gpus or _CPU_PROCESSES
@@ -313,15 +313,15 @@ CLUSTERS: Mapping[str, Mapping[str, object]] = {
     "controller": {"trainer_ranks": 0},
     "colocated_shards": _SHARDS,
 }
-"""What whole runs have in [cluster]; all: as many as there are GPUs."""
+"""The [cluster] of whole runs; all: as many as there are GPUs."""
 PARTS: Mapping[str, Part] = {
     "bits": Part(
-        about="a row has the same bits in any batch, products of LLaMA-3.1-8B",
+        about="batch-invariant products of LLaMA-3.1-8B",
         run=_bits,
         gpus=1,
         can_use_cpus=True,
     ),
-    "ipc": Part(about="weights between processes on one card", run=_ipc, gpus=1),
+    "ipc": Part(about="weights between processes on one GPU", run=_ipc, gpus=1),
     "sleep": Part(
         about="vLLM sleeps, gets weights by IPC and wakes",
         run=lambda _: _with_vllm(shards=1, can_sleep=True),
@@ -335,10 +335,10 @@ PARTS: Mapping[str, Part] = {
         packages=("vllm",),
     ),
     "broadcast": Part(
-        about="weight sync between two cards", run=_broadcast, gpus=2, can_use_cpus=True
+        about="weight sync between two GPUs", run=_broadcast, gpus=2, can_use_cpus=True
     ),
     "colocated": Part(
-        about="a worker and an FSDP rank in turns on every GPU",
+        about="a worker and an FSDP rank sharing every GPU",
         run=_run("colocated"),
         gpus=1,
         packages=("ray",),
@@ -351,28 +351,28 @@ PARTS: Mapping[str, Part] = {
         packages=("ray", "vllm"),
     ),
     "ranks": Part(
-        about="FSDP over two cards, a worker on a third",
+        about="FSDP over two GPUs, a worker on a third",
         run=_run("ranks"),
         gpus=3,
         packages=("ray",),
         can_use_cpus=True,
     ),
     "separated": Part(
-        about="a worker and a rank on cards of their own",
+        about="a worker and a rank on separate GPUs",
         run=_run("separated"),
         gpus=2,
         packages=("ray",),
         can_use_cpus=True,
     ),
     "controller": Part(
-        about="the trainer in the controller's process, on a card that no worker gets",
+        about="the trainer in the controller's process, on a GPU without workers",
         run=_run("controller"),
         gpus=2,
         packages=("ray",),
         can_use_cpus=True,
     ),
     "colocated_shards": Part(
-        about="one vLLM over two cards that two ranks share with it",
+        about="one vLLM over two GPUs shared with two ranks",
         run=_run("colocated_shards"),
         gpus=2,
         packages=("ray", "vllm"),
@@ -381,7 +381,7 @@ PARTS: Mapping[str, Part] = {
 
 
 def tried(name: str, *, seconds: float, on_cpu: bool) -> Verdict:
-    """The verdict on one part, from a process of its own."""
+    """The verdict on one part, run in its own process."""
     missing = PARTS[name].missing(on_cpu=on_cpu)
     if missing is not None:
         return Verdict(part=name, verdict="skipped", words=missing)
@@ -391,7 +391,7 @@ def tried(name: str, *, seconds: float, on_cpu: bool) -> Verdict:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return Verdict(part=name, verdict="failed", words=f"no end within {seconds:g} s")
+        return Verdict(part=name, verdict="failed", words=f"timeout after {seconds:g} s")
     took = perf_counter() - start
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -402,7 +402,7 @@ def tried(name: str, *, seconds: float, on_cpu: bool) -> Verdict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the parts, and print a line for each."""
+    """Test the parts, and print a line for each."""
     lines = [f"  {name:16} {part.about} ({_needs(part)})" for name, part in PARTS.items()]
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -412,9 +412,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--parts", nargs="*", choices=list(PARTS), default=list(PARTS), metavar="PART", help="all"
     )
-    parser.add_argument("--cpu", action="store_true", help="use CPU processes in place of GPUs")
-    parser.add_argument("--seconds", type=float, default=_SECONDS, help="of one part, at most")
-    parser.add_argument("--json", type=Path, help="write the verdicts to this file too")
+    parser.add_argument("--cpu", action="store_true", help="use CPU processes instead of GPUs")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="timeout of one part")
+    parser.add_argument("--json", type=Path, help="also write the verdicts to this file")
     parser.add_argument("--alone", choices=list(PARTS), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.alone is not None:
@@ -426,7 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         return 0
     cards = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    found = ", ".join(cards) or "none; --cpu tries on CPU processes what can be tried there"
+    found = ", ".join(cards) or "none; use --cpu to test what can run on CPU processes"
     print("on CPU processes" if given.cpu else f"GPUs: {found}")
     verdicts = []
     for name in given.parts:

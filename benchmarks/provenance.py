@@ -1,4 +1,4 @@
-"""What a number was measured with: command, commit, machine and versions."""
+"""Command, commit, machine and versions of a measurement; Markdown tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from sortedrl.runs.folder import commit, device_name
@@ -16,7 +17,7 @@ _PACKAGES = ("torch", "transformers", "triton", "vllm")
 
 
 def provenance(device: str) -> dict[str, object]:
-    """What a reader needs to repeat a measurement on this device."""
+    """Everything needed to repeat a measurement on this device."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -33,3 +34,15 @@ def provenance(device: str) -> dict[str, object]:
         },
         "versions": versions,
     }
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table.
+
+    >>> print(markdown_table(("a", "b"), [("1", "2")]))
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+    """
+    first, *rest = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return "\n".join([first, f"|{'---|' * len(head)}", *rest])

@@ -1,11 +1,11 @@
-"""What the page of a large run costs: to make, to open, to pan and to zoom.
+"""Cost of the page of a large run: building, opening, panning and zooming.
 
     python benchmarks/report_page.py                   100,352 answers, a minute; needs Chromium
     python benchmarks/report_page.py --groups 20       a smaller run
 
-A simulated run of the preset `paper` with lookahead 2 is written down, read, and made into a page.
-The page is opened from disk in headless Chromium; at several zooms the timeline is dragged, and
-the time from each frame to the next is taken.
+A simulated run of the preset `paper` with lookahead 2 is logged, read, and rendered as a page. The
+page is opened from disk in headless Chromium; at several zoom levels the timeline is dragged, and
+frame times are measured.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ DRAG = """
 
 
 def write_log(path: Path, groups: int) -> int:
-    """Write the log of a simulated run; gives the number of its answers."""
+    """Write the log of a simulated run; returns its number of answers."""
     paper = PRESETS["paper"]()
     schedule = replace(paper.schedule, lookahead=2)
     file = EventFile(path)
@@ -77,7 +77,7 @@ def opened(page: Page, path: Path) -> float:
 
 
 def panned(page: Page) -> list[float]:
-    """Milliseconds from frame to frame while the timeline is dragged."""
+    """Milliseconds between frames while the timeline is dragged."""
     page.mouse.move(640, 0)
     page.evaluate(DRAG)
     gaps: list[float] = page.evaluate(GAPS)

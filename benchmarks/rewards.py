@@ -1,11 +1,11 @@
-"""What the reward pool costs per call, what it gains over scoring one by one, and what it hides.
+"""Overhead of the reward pool per call, and its gain over scoring one by one.
 
     python benchmarks/rewards.py            a few minutes; --json for a script
 
-overhead   a function that does nothing, per call: what the pool itself takes
-speed-up   functions that wait or compute, against the same calls one by one in this process
-overlap    rewards of 20 ms while the native engine writes (a small random model on the CPU),
-           against writing first and scoring afterwards
+overhead   a function that does nothing, per call: the cost of the pool itself
+speed-up   functions that wait or compute, relative to the same calls one by one in this process
+overlap    rewards of 20 ms while the native engine generates (a small random model on the CPU),
+           relative to scoring afterwards
 
 Each figure is the median of several repeats, all in one run of this program.
 """
@@ -44,32 +44,32 @@ def nothing(prompt: Prompt, response: str) -> float:
 
 
 def nothing_batched(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    """The cheapest reward, for many answers at once."""
+    """The cheapest batched reward."""
     return [1.0] * len(responses)
 
 
 async def nothing_async(prompt: Prompt, response: str) -> float:
-    """The cheapest reward that could wait."""
+    """The cheapest async reward."""
     return 1.0
 
 
 def waits(prompt: Prompt, response: str) -> float:
-    """Waits 20 ms, as for a judge at the other end of a line."""
+    """Waits 20 ms, like a remote judge."""
     time.sleep(0.02)
     return 1.0
 
 
 def computes(prompt: Prompt, response: str) -> float:
-    """Computes for about 10 ms, as a sandbox or a proof checker does."""
+    """Computes for about 10 ms, like a sandbox or a proof checker."""
     return float(sum(math.sin(number) for number in range(100_000)) < math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """How long to measure."""
+    """How much to measure."""
 
     calls: int = 2000
-    """Calls of cheap functions; slow ones get a tenth."""
+    """Calls of cheap functions; a tenth for slow ones."""
     repeats: int = 5
     """Repeats of everything."""
     workers: tuple[int, ...] = (1, 2, 4, 8)
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def _timed(action: Callable[[], object], repeats: int) -> tuple[float, float, float]:
-    """Median, least and most seconds."""
+    """Median, minimum and maximum seconds."""
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How fast the scheduler itself is: buffer, controller, loop, journal and meter, on one core.
+"""Speed of the scheduler: buffer, controller, loop, journal and meter, on one core.
 
     python benchmarks/scheduler.py                 everything, about three minutes
     python benchmarks/scheduler.py --quick         a hundredth of it
@@ -66,9 +66,9 @@ def waiting(count: int) -> list[Trajectory]:
 
 
 def event_microseconds(count: int) -> float:
-    """Mean cost of an event (start, finish, interrupt) while about `count` trajectories wait.
+    """Mean cost of an event (start, finish, interrupt) with about `count` waiting trajectories.
 
-    One in four is interrupted and put back, so that the heap of returned work is used too.
+    One in four is interrupted and put back, so that the heap of returned trajectories is used too.
     """
     schedule = Schedule(group_prompts=count + EVENTS, update_batch=SLOTS)
     buffer, controller = Buffer(), Controller(schedule)

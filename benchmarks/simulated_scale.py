@@ -5,10 +5,10 @@
     python benchmarks/simulated_scale.py --tables scale.json         what docs/scale-tables.md shows
     python benchmarks/simulated_scale.py --tables scale.json --pictures docs/img
 
-Everything here is simulated: controller, buffer and loop are the real ones, engines and trainer
-are arithmetic, and the controller itself takes no time. Groups hold four answers for each slot of
-the pool; only `fixed` ones are those of eight engines, whatever the pool. Runs of up to 100,000
-answers are repeated with other seeds: a table has their mean, and in brackets least and most.
+Everything here is simulated: controller, buffer and loop are the real ones, engines and trainer are
+arithmetic, and the controller takes no time. Groups have four answers per slot of the pool, except
+the `fixed` ones, which are always those of eight engines. Runs of up to 100,000 answers are
+repeated with other seeds; tables have their mean, with minimum and maximum in brackets.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+from provenance import markdown_table
 from sortedrl.config.schedule import EngineSettings, Schedule, StrategyName
 from sortedrl.report.charts.curves import Series
-from sortedrl.report.charts.svg import Canvas, Frame, series_class
+from sortedrl.report.charts.svg import Canvas, PlotArea, series_class
 from sortedrl.simulate.compare import row, simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.settings import Broadcast, PoolSettings, Simulation
 
 Row = dict[str, Any]
-"""What one run gave, by name."""
+"""The results of one run, by name."""
 
 SLOTS_PER_ENGINE = 32
 ANSWERS_PER_SLOT = 4
@@ -42,7 +43,7 @@ SPEEDS = ("equal", "sigma 0.1", "2 % at half speed")
 EQUAL, SPREAD, SLOW = SPEEDS
 SCHEDULES: tuple[tuple[StrategyName, int], ...] = (("sync", 0), ("sorted", 0), ("sorted", 2))
 MEASURED_EVENTS = (7_200, 19_200)
-"""Events per second of one controller with Ray, as benchmarks/controller_load.py measured them."""
+"""Events per second of one controller with Ray, measured by benchmarks/controller_load.py."""
 LOADS = {
     "grown": f"{SLOTS_PER_ENGINE} slots per engine, no lookahead",
     "slots": "more slots per engine",
@@ -51,7 +52,7 @@ LOADS = {
     "batches 2": "two answers per slot in an update",
 }
 ROUND_RATE = 10_000
-"""Events per second, a round number among the measured ones."""
+"""Events per second, rounded from the measurements."""
 HARVEST = f"harvest at {ROUND_RATE:,} events per second, seconds"
 POOL = PoolSettings(weights_gigabytes=3.1, network_latency_seconds=0.001)
 
@@ -66,7 +67,7 @@ class Case:
 
 
 def pool_of(engines: int, speeds: str = EQUAL) -> PoolSettings:
-    """Machines of one card, over a network."""
+    """Machines of one GPU each, connected by a network."""
     return replace(
         POOL,
         engines=engines,
@@ -83,7 +84,7 @@ def world(
     slots: int = SLOTS_PER_ENGINE,
     is_fixed: bool = False,
 ) -> Simulation:
-    """A run of about so many answers, and of so many groups at least."""
+    """A run with about this many answers and at least this many groups."""
     unit = slots * (FIXED_ENGINES if is_fixed else pool.engines)
     group = ANSWERS_PER_SLOT * unit
     return Simulation(
@@ -127,7 +128,7 @@ def cases(engines: Sequence[int], *, answers: int) -> Iterator[Case]:
 
 
 def repeated(case: Case, *, seeds: int) -> Iterator[Case]:
-    """The run with each seed, or with one where it is long."""
+    """The run with each seed, or only one if it is long."""
     simulation = case.simulation
     answers = simulation.groups * simulation.schedule.group_trajectories
     for seed in range(seeds if answers <= REPEATED_ANSWERS else 1):
@@ -147,7 +148,7 @@ def simulated(case: Case) -> Row:
         "speeds": case.speeds,
         "seed": simulation.seed,
         "slots": simulation.engine.slots,
-        "mean_speed": sum(1 / s for s in pool.slownesses(simulation.seed)) / pool.engines,
+        "mean_speed": sum(1 / s for s in pool.slowdowns(simulation.seed)) / pool.engines,
         "failures_per_hour": pool.failures_per_hour,
         "loses_tokens": pool.failures_lose_tokens,
         "broadcast": pool.broadcast,
@@ -162,14 +163,14 @@ def simulated(case: Case) -> Row:
 
 
 class Results:
-    """All rows of a study; a number is a mean over the seeds."""
+    """All rows of a study; numbers are means over the seeds."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        """Of one run of this program."""
+        """The rows of one execution of this program."""
         self._rows = rows
 
     def every(self, key: str, **wanted: object) -> list[Any]:
-        """A number of each run with these values, in the order of the runs."""
+        """A number from each matching run, in order."""
         return [
             found[key]
             for found in self._rows
@@ -177,7 +178,7 @@ class Results:
         ]
 
     def mean(self, key: str, **wanted: object) -> float:
-        """The mean of a number over the runs with these values."""
+        """The mean of a number over matching runs."""
         values = self.every(key, **wanted)
         return float(sum(values) / len(values))
 
@@ -186,26 +187,19 @@ class Results:
         return f"{100 * self.mean(key, **wanted):.1f} %"
 
     def goodput(self, **wanted: object) -> str:
-        """Goodput per GPU: mean, and the least and the most where there are several seeds."""
+        """Goodput per GPU: mean, with minimum and maximum if there are several seeds."""
         values = self.every("goodput_per_engine", **wanted)
         spread = f" ({min(values):,.0f} - {max(values):,.0f})" if len(values) > 1 else ""
         return f"{sum(values) / len(values):,.0f}{spread}"
 
     def lost(self, base: dict[str, object], **wanted: object) -> str:
-        """Goodput per GPU that is missing where `base` lacks something."""
+        """Loss of goodput per GPU relative to `base`."""
         ratio = self.mean("goodput_per_engine", **wanted) / self.mean("goodput_per_engine", **base)
         return f"{100 * (1 - ratio):.1f} %"
 
     def sizes(self, table: str) -> list[int]:
         """The pools of a table, smallest first."""
         return sorted(set(self.every("engines", table=table)))
-
-
-def show(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """One table in Markdown."""
-    for cells in (headings, ["---"] * len(headings), *rows):
-        print(f"| {' | '.join(cells)} |")
-    print()
 
 
 def show_grown(results: Results) -> None:
@@ -219,22 +213,27 @@ def show_grown(results: Results) -> None:
         share = results.share("hand_over_share", **of)
         rows.append([f"{number:,}", speeds, speed, *numbers, share])
     heads = ["engines", "speeds", "mean speed", "bubble", "goodput per GPU", "goodput lost"]
-    show([*heads, "weight sync"], rows)
+    print(markdown_table([*heads, "weight sync"], rows), end="\n\n")
 
 
 def show_fixed(results: Results) -> None:
-    """Pools whose groups do not grow."""
+    """Pools with fixed groups."""
     rows = []
     for number in results.sizes("fixed"):
         of = {"table": "fixed", "engines": number}
         pool = f"{results.mean('goodput', **of):,.0f}"
         shares = [results.share(key, **of) for key in ("bubble", "hand_over_share")]
         rows.append([f"{number:,}", shares[0], results.goodput(**of), pool, shares[1]])
-    show(["engines", "bubble", "goodput per GPU", "goodput of the pool", "weight sync"], rows)
+    print(
+        markdown_table(
+            ["engines", "bubble", "goodput per GPU", "goodput of the pool", "weight sync"], rows
+        ),
+        end="\n\n",
+    )
 
 
 def show_strategies(results: Results) -> None:
-    """What slow cards cost under each schedule."""
+    """The cost of slow GPUs under each schedule."""
     rows = []
     for number, (strategy, lookahead) in product(results.sizes("strategies"), SCHEDULES):
         of = dict(table="strategies", engines=number, strategy=strategy, lookahead=lookahead)
@@ -244,11 +243,11 @@ def show_strategies(results: Results) -> None:
         goodputs = [results.goodput(**one) for one in (equal, slow)]
         rows.append([f"{number:,}", name, *shares, *goodputs, results.lost(equal, **slow)])
     heads = [f"{what}, {speeds}" for what in ("bubble", "goodput") for speeds in (EQUAL, SLOW)]
-    show(["engines", "schedule", *heads, "goodput lost"], rows)
+    print(markdown_table(["engines", "schedule", *heads, "goodput lost"], rows), end="\n\n")
 
 
 def show_failures(results: Results) -> None:
-    """What failures cost, with the tokens and without."""
+    """The cost of failures, with and without token loss."""
     rows = []
     for number in results.sizes("failures"):
         base = {"table": "grown", "engines": number, "speeds": EQUAL}
@@ -260,11 +259,14 @@ def show_failures(results: Results) -> None:
             numbers = [shares[0], results.goodput(**of), results.lost(base, **of), shares[1]]
             rows.append([f"{number:,}", f"{rate:g}", tokens, *numbers])
     heads = ["engines", "failures per engine and hour", "tokens of a failed engine", "bubble"]
-    show([*heads, "goodput per GPU", "goodput lost", "discarded tokens"], rows)
+    print(
+        markdown_table([*heads, "goodput per GPU", "goodput lost", "discarded tokens"], rows),
+        end="\n\n",
+    )
 
 
 def show_broadcasts(results: Results) -> None:
-    """Share of the time that weights are on their way."""
+    """Share of the time spent in weight sync."""
     ways: tuple[Broadcast, ...] = get_args(Broadcast)
     pairs = list(product(sorted(set(results.every("gigabytes", table="broadcasts"))), ways))
     rows = []
@@ -275,17 +277,20 @@ def show_broadcasts(results: Results) -> None:
             for size, way in pairs
         ]
         rows.append([f"{number:,}", *shares])
-    show(["engines", *(f"{size:g} GB, {way}" for size, way in pairs)], rows)
+    print(
+        markdown_table(["engines", *(f"{size:g} GB, {way}" for size, way in pairs)], rows),
+        end="\n\n",
+    )
 
 
 def show_load(results: Results) -> None:
-    """What the controller is asked, by the slots of the pool."""
+    """The load of the controller, by the slots of the pool."""
     rows = []
     for of in load_rows(results):
         number, slots = of["engines"], of["slots"]
         rate = results.mean("events_per_second", **of)
         interruptions = results.mean("interruptions_per_round", **of)
-        # At a harvest nothing is written: all that run are interrupted, and then started again.
+        # At a harvest all running answers are interrupted, and then started again.
         harvest = 2 * interruptions / ROUND_RATE
         seconds = f"{results.mean('round_seconds', **of):.1f}"
         load = [f"{rate:,.0f}", f"{rate / slots:.2f}", f"{interruptions:,.0f}"]
@@ -293,11 +298,11 @@ def show_load(results: Results) -> None:
         rows.append([*names, *load, seconds, f"{harvest:.2f}"])
     heads = ["engines", "runs", "slots", "goodput per GPU", "events per second"]
     more = ["per slot and second", "interruptions in a round", "seconds of a round", HARVEST]
-    show([*heads, *more], rows)
+    print(markdown_table([*heads, *more], rows), end="\n\n")
 
 
 def load_rows(results: Results) -> list[Row]:
-    """The runs of equal engines that say what a controller is asked, table by table."""
+    """The runs with equal engines for the controller's load, table by table."""
     return [
         {"table": table, "engines": number, "slots": slots, "speeds": EQUAL, "lookahead": lookahead}
         for table, lookahead in ((name, 2 if name == "strategies" else 0) for name in LOADS)
@@ -328,7 +333,7 @@ def goodput_picture(results: Results) -> str:
 
 
 def load_picture(results: Results) -> str:
-    """Events per second by the slots of the pool, and what one controller was measured to do."""
+    """Events per second by the slots of the pool, and the measured limit of one controller."""
     points: dict[str, list[tuple[float, float]]] = {}
     for of in load_rows(results):
         if of["table"].startswith("batches"):
@@ -338,7 +343,7 @@ def load_picture(results: Results) -> str:
     lines = [Series(name=name, points=tuple(sorted(points[name]))) for name in points]
     return picture(
         lines,
-        title="Events per second that a pool asks of its controller (simulated)",
+        title="Events per second of a pool's controller (simulated)",
         x_label="slots of the pool",
         heights=[10**power for power in range(1, 6)],
         band=MEASURED_EVENTS,
@@ -353,9 +358,9 @@ def picture(
     heights: Sequence[int],
     band: tuple[int, int] | None = None,
 ) -> str:
-    """Lines over sizes that double; heights that begin at 0 are plain, others grow tenfold."""
+    """Lines over doubling sizes; a y axis that starts at 0 is linear, otherwise logarithmic."""
     rows = (len(lines) + 2) // 3
-    frame = Frame(left=78, right=780, top=58 + 20 * rows, floor=308 + 20 * rows)
+    frame = PlotArea(left=78, right=780, top=58 + 20 * rows, floor=308 + 20 * rows)
     canvas = Canvas(860, frame.floor + 50, label=title)
     canvas.text(frame.left, 30, content=title, css="title")
     sizes = sorted({int(size) for line in lines for size, _ in line.points})
@@ -367,7 +372,7 @@ def picture(
     if band is not None:
         low, high = (frame.y(share(rate, heights)) for rate in band)
         canvas.rect(frame.left, high, width=frame.right - frame.left, height=low - high, css="idle")
-        words = "measured: what one controller process answers, {:,} to {:,}".format(*band)
+        words = "measured limit of one controller process: {:,} to {:,}".format(*band)
         canvas.text(frame.left + 10, high - 6, content=words, css="small")
     frame.draw_heights(canvas, [(share(mark, heights), f"{mark:,}") for mark in heights])
     frame.draw_places(canvas, [(share(size, sizes), f"{size:,}") for size in sizes], label=x_label)
@@ -389,8 +394,8 @@ TABLES = (show_grown, show_fixed, show_strategies, show_failures, show_broadcast
 
 
 def run_all(engines: Sequence[int], *, answers: int, seeds: int, file: Path | None) -> list[Row]:
-    """Simulate everything; each row is written as soon as it is there."""
-    # Nothing here has cycles, and looking for them in a million trajectories takes a while.
+    """Simulate everything; each row is written as soon as it is complete."""
+    # Nothing here has cycles, and collecting a million trajectories takes a while.
     gc.disable()
     rows: list[Row] = []
     for case in cases(engines, answers=answers):
@@ -406,11 +411,11 @@ def main() -> None:
     about = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
     parser.add_argument("--engines", nargs="+", type=int, default=[8, 64, 256, 1024])
-    parser.add_argument("--answers", type=int, default=40_000, help="of a run, at least")
+    parser.add_argument("--answers", type=int, default=40_000, help="minimum answers of a run")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="where the numbers of each run go")
-    parser.add_argument("--tables", type=Path, help="show those of such a file, simulate nothing")
-    parser.add_argument("--pictures", type=Path, help="a folder to draw into")
+    parser.add_argument("--json", type=Path, help="write the results of each run here")
+    parser.add_argument("--tables", type=Path, help="print the tables of such a file")
+    parser.add_argument("--pictures", type=Path, help="write the charts to this folder")
     given = parser.parse_args()
     if len(given.engines) < 2 or given.engines != sorted(set(given.engines)):
         parser.error(f"--engines must be two pools or more, smallest first, got {given.engines}")

@@ -1,34 +1,34 @@
-"""How many drafted tokens would have been right: exact speculation, replayed on finished answers.
+"""Exact speculation replayed on finished answers: how many drafted tokens would be accepted.
 
     PYTHONPATH=. python benchmarks/speculation_study.py --model MODEL.gguf --answers answers.json
     PYTHONPATH=. python benchmarks/speculation_study.py --log RUN/answers.jsonl
 
-A drafted token stands if it is the token that the model samples at its place with the noise of its
-answer, so speculation changes no answer, and finished answers are all that a replay needs: at every
-step a source drafts up to k tokens, the right ones in a row stand, and the model adds one more.
+A drafted token is accepted if the model samples it at that position with the noise of the answer.
+Speculation therefore changes no answer, and finished answers suffice for a replay: at every step a
+source drafts up to k tokens, the correct prefix is accepted, and the model adds one token.
 
     tokens per step = tokens / steps, between 1 and k + 1
 
-The model writes answers to the same prompts three times: the *epoch before*, with the first
+The model generates answers to the same prompts three times: the *epoch before*, with the initial
 weights; the *epoch*, with weights after some updates and other noise; and the *coupled* answers,
-with the new weights and the noise of the epoch before, which is what coupled mode makes of
-interrupted ones. They are written to `--answers`, or read from there if the file exists.
+with the new weights and the noise of the epoch before, as coupled mode produces from interrupted
+ones. They are written to `--answers`, or read from there if the file exists.
 
 Sources:
 
-    own          the prompt and the answer itself, as far as it is written
-    siblings     the other answers to the prompt, as far as they are written at the same step
+    own          the prompt and the answer itself, as far as generated
+    siblings     the other answers to the prompt, as far as generated at the same step
     finished     the same, all complete, as if this answer had been interrupted and resumed last
     epoch        the complete answers to the prompt in the epoch before
-    coupled      what coupled mode threw away: the old answer after the first token that changed
+    coupled      what coupled mode discarded: the old answer after the first token that changed
     aligned      the same, but the token at the same position (it has the same noise)
     all          own, siblings and epoch together
 
-The log of a run holds one answer to a prompt, as text: with `--log` only the first source is
-replayed, and tags and single characters count as tokens, as in the tiny model of the demo.
+The log of a run has one answer per prompt, as text: with `--log` only the first source is replayed,
+and tags and single characters count as tokens, as in the tiny model of the demo.
 
-A source predicts by tables: the longest of the last 1 to 6 tokens that it has seen before, and the
-token that followed most often.
+A source is a table that predicts the most frequent successor of the longest known context of 1 to 6
+tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pathlib import Path
 
 import tyro
 
-from provenance import provenance
+from provenance import markdown_table, provenance
 
 DRAFTS = (1, 2, 4, 8)
 _LONGEST_CONTEXT = 6
@@ -56,32 +56,32 @@ Tokens = Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What to write and replay."""
+    """What to generate and replay."""
 
     model: Path | None = None
-    """A model folder or a GGUF file; needed unless the answers are there already."""
+    """A model folder or a GGUF file; needed unless the answers exist."""
     answers: Path | None = None
-    """Where the answers are kept."""
+    """File of the answers."""
     log: Path | None = None
-    """The answers.jsonl of a run of the demo, to be replayed instead."""
+    """Replay the answers.jsonl of a demo run instead."""
     arithmetic: int = 8
-    """Questions in numbers (experiments/questions.py)."""
+    """Number of arithmetic questions (experiments/questions.py)."""
     open_ended: int = 8
-    """Questions of many kinds (coupling_study/questions.py), at most 32."""
+    """Number of general questions (coupling_study/questions.py), at most 32."""
     samples: int = 8
-    """Answers to each prompt."""
+    """Answers per prompt."""
     max_tokens: int = 128
-    """Tokens of an answer at most."""
+    """Maximum tokens of an answer."""
     learning_rate: float = 1e-5
-    """Of the updates between the two epochs."""
+    """Learning rate of the updates between the two epochs."""
     updates: int = 2
     """Updates between the two epochs."""
     update_batch: int = 12
-    """Answers of one update."""
+    """Answers per update."""
     slots: int = 64
-    """Answers written at the same time."""
+    """Answers generated at the same time."""
     seed: int = 0
-    """Of all noise."""
+    """Seed of all noise."""
     threads: int = 1
     """Threads of torch."""
 
@@ -98,20 +98,20 @@ class Answer:
 
 
 class NextTokens:
-    """For every context of up to six tokens, which token followed it how often."""
+    """Successor counts for every context of up to six tokens."""
 
     def __init__(self) -> None:
-        """Nothing seen."""
+        """Start empty."""
         self._followers: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
 
     def see(self, tokens: Tokens, position: int) -> None:
-        """Count the token at a position of a text, after all of its contexts."""
+        """Count the token at a position, after all of its contexts."""
         for size in range(1, min(_LONGEST_CONTEXT, position) + 1):
             context = tuple(tokens[position - size : position])
             self._followers[context][tokens[position]] += 1
 
     def after(self, tokens: Tokens) -> tuple[int, int] | None:
-        """The most frequent follower of the longest known context, and the length of that."""
+        """The most frequent successor of the longest known context, and that context's length."""
         for size in range(min(_LONGEST_CONTEXT, len(tokens)), 0, -1):
             followers = self._followers.get(tuple(tokens[len(tokens) - size :]))
             if followers:
@@ -120,7 +120,7 @@ class NextTokens:
 
 
 def draft(text: Tokens, sources: Sequence[NextTokens], *, count: int) -> list[int]:
-    """Up to `count` tokens, each from the source that knows the longest context."""
+    """Up to `count` tokens, each from the source with the longest known context."""
     context = list(text[-_LONGEST_CONTEXT:])
     drafted: list[int] = []
     while len(drafted) < count:
@@ -134,7 +134,7 @@ def draft(text: Tokens, sources: Sequence[NextTokens], *, count: int) -> list[in
 
 
 def num_right(drafted: Tokens, true: Tokens) -> int:
-    """Drafted tokens in a row that are right.
+    """Length of the correct prefix of the draft.
 
     >>> num_right([5, 6, 7], [5, 6, 8, 9])
     2
@@ -146,11 +146,11 @@ def num_right(drafted: Tokens, true: Tokens) -> int:
 
 
 Advance = Callable[[int], Sequence[NextTokens]]
-"""The tables that may be used once so many tokens of the answer are written."""
+"""The tables available after this many tokens of the answer."""
 
 
 def own_source(prompt: Tokens, answer: Tokens) -> Advance:
-    """The prompt and the answer, as far as it is written."""
+    """The prompt and the answer, as far as generated."""
     table = NextTokens()
     text = [*prompt, *answer]
     seen = 0
@@ -166,7 +166,7 @@ def own_source(prompt: Tokens, answer: Tokens) -> Advance:
 
 
 def written_so_far(prompt: Tokens, others: Sequence[Tokens]) -> Advance:
-    """Other answers to the prompt that are written in the same steps."""
+    """Other answers to the prompt that are generated in the same steps."""
     table = NextTokens()
     texts = [[*prompt, *other] for other in others]
     seen = 0
@@ -184,7 +184,7 @@ def written_so_far(prompt: Tokens, others: Sequence[Tokens]) -> Advance:
 
 
 def complete(prompt: Tokens, others: Iterable[Tokens], *, skip: int = 0) -> Advance:
-    """Other answers to the prompt that are there from the beginning, without their first tokens."""
+    """Other answers to the prompt that are complete from the start, without their first tokens."""
     table = NextTokens()
     for other in others:
         text = [*prompt, *other]
@@ -199,12 +199,12 @@ def together(*sources: Advance) -> Advance:
 
 
 def steps_with(prompt: Tokens, answer: Tokens, source: Advance, *, count: int) -> int:
-    """Steps that write the answer with up to `count` drafted tokens each."""
+    """Steps to generate the answer with up to `count` drafted tokens each."""
     text = [*prompt, *answer]
     written = steps = 0
     while written < len(answer):
         place = len(prompt) + written
-        # The last token of an answer cannot be followed by another one.
+        # The last token of an answer has no successor.
         drafted = draft(text[:place], source(written), count=count)
         written += num_right(drafted, text[place : len(text) - 1]) + 1
         steps += 1
@@ -212,7 +212,7 @@ def steps_with(prompt: Tokens, answer: Tokens, source: Advance, *, count: int) -
 
 
 def aligned_steps(answer: Tokens, old: Tokens, *, start: int, count: int) -> int:
-    """Steps that write the answer from `start` on, with the old tokens at the same positions."""
+    """Steps to generate the answer from `start` on, drafting old tokens at the same positions."""
     written, steps = start, 0
     while written < len(answer):
         drafted = old[written : written + count]
@@ -223,11 +223,11 @@ def aligned_steps(answer: Tokens, old: Tokens, *, start: int, count: int) -> int
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One answer, or the end of one, with one source."""
+    """One answer, or its end, with one source."""
 
     tokens: int
     steps: dict[int, int]
-    """Steps for each number of drafts."""
+    """Steps for each number of drafted tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ def _replayed(answer: Answer, every: Sequence[Answer]) -> dict[str, Replayed]:
     same = [other for other in every if other.prompt == prompt]
     siblings = [other.epoch for other in same if other is not answer]
     before = [other.before for other in same]
-    # A source remembers how far it has read, so every replay begins with a new one.
+    # A source remembers how far it has read, so every replay needs a new one.
     sources: dict[str, Callable[[], Advance]] = {
         "own": lambda: own_source(prompt, text),
         "siblings": lambda: written_so_far(prompt, siblings),
@@ -293,7 +293,7 @@ def _replayed(answer: Answer, every: Sequence[Answer]) -> dict[str, Replayed]:
 
 
 def _replayed_coupled(answer: Answer) -> dict[str, Replayed]:
-    """A coupled answer after the first token that changed; nothing if none did."""
+    """A coupled answer after the first token that changed; empty if none did."""
     thrown = answer.before
     start = num_right(thrown, answer.coupled) + 1
     head, rest = [*answer.prompt, *answer.coupled[:start]], answer.coupled[start:]
@@ -317,7 +317,7 @@ def _replayed_coupled(answer: Answer) -> dict[str, Replayed]:
 
 
 def write_answers(settings: Settings) -> list[Answer]:
-    """Let the model write every answer three times, with updates in between."""
+    """Generate every answer three times, with updates in between."""
     import torch
 
     from coupling_study.master import Master
@@ -329,7 +329,7 @@ def write_answers(settings: Settings) -> list[Answer]:
     from sortedrl.types import Trajectory, Weights
 
     if settings.model is None:
-        raise SystemExit(f"{settings.answers} does not exist: name a --model that writes answers")
+        raise SystemExit(f"{settings.answers} does not exist; set --model to generate the answers")
     torch.set_num_threads(settings.threads)
     tokenizer = load_tokenizer(settings.model)
     model = load_model(settings.model, dtype=torch.float32, device="cpu")
@@ -382,7 +382,7 @@ def write_answers(settings: Settings) -> list[Answer]:
 
 
 def logged_answers(log: Path) -> list[Answer]:
-    """The answers in the log of a run, those of its second half: it has learnt by then."""
+    """The answers in the second half of a run's log, when it has learnt."""
 
     def split(text: object) -> list[int]:
         return [known.setdefault(part, len(known)) for part in _PARTS.findall(str(text))]
@@ -396,9 +396,9 @@ def logged_answers(log: Path) -> list[Answer]:
 
 
 def stored_answers(settings: Settings) -> list[Answer]:
-    """The answers in the file, written first if it does not exist."""
+    """The answers in the file, generated first if it does not exist."""
     if settings.answers is None:
-        raise SystemExit("name a file with --answers, or the log of a run with --log")
+        raise SystemExit("give a file with --answers, or the log of a run with --log")
     if not settings.answers.exists():
         answers = write_answers(settings)
         stored = {
@@ -414,16 +414,17 @@ def stored_answers(settings: Settings) -> list[Answer]:
 
 
 def main() -> None:
-    """Write or read the answers, replay them and print the table."""
+    """Generate or read the answers, replay them and print the table."""
     settings = tyro.cli(Settings, description=__doc__)
     answers = stored_answers(settings) if settings.log is None else logged_answers(settings.log)
     lengths = [len(answer.epoch) for answer in answers]
     print(f"{len(answers)} answers, {sum(lengths) / len(lengths):.0f} tokens on average")
-    print("| answers | source | number | " + " | ".join(f"k = {k}" for k in DRAFTS) + " |")
-    print("|---|---|---|" + "---|" * len(DRAFTS))
-    for row in replay(answers):
-        numbers = " | ".join(f"{row.per_step[k]:.2f}" for k in DRAFTS)
-        print(f"| {row.kind} | {row.source} | {row.answers} | {numbers} |")
+    head = ("answers", "source", "number", *(f"k = {k}" for k in DRAFTS))
+    rows = [
+        [row.kind, row.source, str(row.answers), *(f"{row.per_step[k]:.2f}" for k in DRAFTS)]
+        for row in replay(answers)
+    ]
+    print(markdown_table(head, rows))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""SortedRL's schedules on real engines, side by side: bubble, goodput, ledger.
+"""Schedules on real engines: bubble, goodput, ledger.
 
     python benchmarks/strategies.py                                    native, on the CPU, minutes
     python benchmarks/strategies.py --engines native vllm --shape smollm2-135m --device cuda \
         --slots 128 --group 512 --batch 128 --groups 3 --median 600 --max-tokens 4096
 
-The loop, buffer, controller and weight sync are those of a training run; only the update
-itself is left out, as it is the same for all. Answers have forced long-tailed lengths, the same
-for every schedule and engine (except where a schedule draws an answer anew). Weights are really
-handed over after every update. Schedules alternate between the engines, so that noise hits both.
+The loop, buffer, controller and weight sync are those of a training run; only the update itself is
+left out, as it is the same for all. Answers have forced long-tailed lengths, the same for every
+schedule and engine (unless a schedule resamples an answer). Weights are really synced after every
+update. Engines alternate for each schedule, so that noise affects all.
 
-An engine may be given further arguments of its own, and a queue: vllm:stream_interval=16,queue=32.
+An engine may have its own options, and a queue: vllm:stream_interval=16,queue=32.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CONTEXT_SPARE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What every schedule and engine has in common."""
+    """The workload shared by all schedules and engines."""
 
     shape: str
     device: str
@@ -95,7 +95,7 @@ class RandomPrompts:
     """Prompts of random tokens."""
 
     def __init__(self, world: World, *, vocabulary: int) -> None:
-        """As many as all groups need."""
+        """Enough prompts for all groups."""
         self._left = world.group * world.groups
         self._world = world
         self._vocabulary = vocabulary
@@ -124,11 +124,11 @@ class RandomPrompts:
         ]
 
 
-class HandingTrainer:
-    """Learns nothing, but hands its weights over after every update."""
+class SyncingTrainer:
+    """Does not learn, but syncs its weights after every update."""
 
     def __init__(self, version: int, *, tensors: Callable[[], dict[str, object]] | None) -> None:
-        """`tensors` is `None` where the engine has the parameters themselves."""
+        """`tensors` is `None` if the engine shares the parameters."""
         self.version = version
         self._tensors = tensors
 
@@ -137,12 +137,12 @@ class HandingTrainer:
         self.version += 1
 
     def weights(self) -> Weights:
-        """The present weights."""
+        """The current weights."""
         return Weights(self.version, None if self._tensors is None else self._tensors())
 
 
 def schedules(world: World) -> list[Schedule]:
-    """The schedules that are compared."""
+    """The schedules to compare."""
     base = Schedule(group_prompts=world.group, update_batch=world.batch)
     return [
         replace(base, strategy="sync", mode="on_policy"),
@@ -157,7 +157,7 @@ def schedules(world: World) -> list[Schedule]:
 def opened_engine(
     name: str, model: PreTrainedModel, world: World, *, limit: Callable[[Trajectory], int]
 ) -> Iterator[RolloutEngine]:
-    """An engine with the model, closed afterwards."""
+    """An engine with the model, closed on exit."""
     from sortedrl.engines.native import NativeEngine
     from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 
@@ -180,7 +180,7 @@ def opened_engine(
 
 
 async def opened_backend(spec: str, folder: str, world: World, *, context: int, cache: int) -> Any:  # noqa: ANN401
-    """An engine from outside with the model of a folder."""
+    """An external engine with the model of a folder."""
     name, given = parts(spec)
     options: dict[str, object] = {key: value for key, value in given.items() if key != "queue"}
     if name == "vllm":
@@ -194,7 +194,7 @@ async def opened_backend(spec: str, folder: str, world: World, *, context: int, 
             slots=world.slots,
             context=context,
             dtype=world.dtype,
-            # The cache has its size above; vLLM only asks whether so much is free.
+            # The cache size is set above; vLLM only checks that this much is free.
             memory_share=0.05,
             options=options,
         )
@@ -239,7 +239,7 @@ def run(
         controller=Controller(schedule),
         engine=engine,
         scorer=SimulatedScorer(),
-        trainer=HandingTrainer(engine.version, tensors=tensors),
+        trainer=SyncingTrainer(engine.version, tensors=tensors),
         journal=Journal(record, clock=clock),
         seed=world.seed,
         queue=parts(name)[1].get("queue", 0),
@@ -338,7 +338,7 @@ def main() -> None:
     lengths = world.lengths()
 
     def limit(trajectory: Trajectory) -> int:
-        return lengths.length(trajectory, version=0, parting=None)
+        return lengths.length(trajectory, version=0, divergence=None)
 
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:

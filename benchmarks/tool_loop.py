@@ -1,30 +1,30 @@
-"""Conversations with a slow tool: TRL's lock-step loop against slots per trajectory and per turn.
+"""Conversations with a slow tool: TRL's lock-step loop compared with slots per trajectory and turn.
 
     python benchmarks/tool_loop.py                    a tiny model on the CPU, 10 minutes
     python benchmarks/tool_loop.py --repeats 1 --steps 2 --tool-seconds 0.02
 
-All arms share TRL's trainer, model, rows, tool, reward and batch, and generate as many turns at
-once; only who generates, who calls the tools and who gets a slot differs:
+All arms share TRL's trainer, model, rows, tool, reward and batch, and the number of concurrent
+turns; only generation, tool calls and slot assignment differ:
 
-    trl             GRPOTrainer: a turn for the whole batch, then all tools, one after the other
-    lock_step       the same loop of TRL's, with turns of our engine: what the engine alone changes
+    trl             GRPOTrainer: a turn for the whole batch, then all tools, one at a time
+    lock_step       the same loop of TRL's with the native engine: the effect of the engine alone
     sync            SortedGRPOTrainer, synchronous batches, a slot per turn
     trajectory      SortedGRPOTrainer, partial mode: a conversation keeps its slot while it waits
     turn            SortedGRPOTrainer, partial mode: slots belong to turns
 
-The tool sleeps; its time has a long tail (log-normal) and depends on the row and the call alone.
-The weights are random, so a token is about as likely as any other: some tokens are whole calls,
-some end a turn, and conversations have geometric lengths in every arm. Conversations are sampled,
-so those of two arms are not the same ones; their mean numbers of calls and tokens are printed.
+The tool sleeps; its time has a long tail (log-normal) and depends only on the row and the call. The
+weights are random, so all tokens are about equally likely: some tokens are whole calls, some end a
+turn, and conversations have geometric lengths in every arm. Conversations are sampled and differ
+between arms; their mean numbers of calls and tokens are printed.
 
-Every arm trains all rows once, and is timed from its first step to its last one, with what it
-leaves for the end: an arm that trains short conversations first gains nothing by that alone. Before
-the first repeat every arm makes a step on other rows. The arms of a repeat run one after the other,
-and ratios are those of arms of one repeat.
+Every arm trains on all rows once, and is timed from its first step to its last one including all
+remaining work, so an arm gains nothing by training on short conversations first. Before the first
+repeat every arm makes a step on other rows. The arms of a repeat run one after another, and ratios
+are between arms of one repeat.
 
-Seconds are those of the clock without the time in which the main thread was ready and waited for a
-core (Linux counts it in schedstat), and the tools sleep on the same clock: so other programs on
-the machine delay the benchmark and hardly change it.
+Seconds are wall time minus the time in which the main thread was runnable but not scheduled (from
+Linux's schedstat), and the tools sleep on the same clock, so other processes delay the benchmark
+but hardly change it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from typing import Any, ClassVar, Literal
 
 import tyro
 
-from provenance import provenance
+from provenance import markdown_table, provenance
 
 Arm = Literal["trl", "lock_step", "sync", "trajectory", "turn"]
 ARMS: tuple[Arm, ...] = ("trl", "lock_step", "sync", "trajectory", "turn")
 PROMPTS, SAMPLES, TOKENS, TURNS = 8, 4, 400, 6
 """Prompts of an update, conversations for each, tokens and turns of a conversation."""
 SLOTS = PROMPTS * SAMPLES
-"""As many turns as TRL generates at once."""
+"""Concurrent turns, as many as TRL generates."""
 _NUM_CALLS, _NUM_STOPS = 12, 8
 
 
@@ -59,17 +59,17 @@ class Settings:
     """What to compare."""
 
     arms: tuple[Arm, ...] = ARMS
-    """Which trainers, in turns."""
+    """The trainers, which alternate."""
     repeats: int = 3
-    """How often each of them runs."""
+    """Runs of each."""
     steps: int = 2
     """Optimiser steps of a run."""
     tool_seconds: float = 0.2
-    """Mean time of a call."""
+    """Mean seconds of a call."""
     tool_sigma: float = 1.2
-    """How much it differs: the standard deviation of its logarithm."""
+    """Spread of the call time: standard deviation of its logarithm."""
     json: Path | None = None
-    """Where to write every run."""
+    """Write every run to this file."""
 
 
 def clock() -> float:
@@ -79,7 +79,7 @@ def clock() -> float:
 
 
 class SlowTool:
-    """Sleeps as long as the row and the number of the call say."""
+    """Sleeps for a time that depends on the row and the number of the call."""
 
     is_replayable = True
     mean_seconds, sigma = 0.0, 1.2
@@ -110,7 +110,7 @@ class SlowTool:
 
 
 def main(settings: Settings) -> None:
-    """Run all arms in turns."""
+    """Run all arms alternately."""
     import torch
 
     warnings.simplefilter("ignore")
@@ -128,7 +128,7 @@ def main(settings: Settings) -> None:
     if settings.json is not None:
         content = {"provenance": provenance("cpu"), "runs": rows}
         settings.json.write_text(json.dumps(content, indent=1) + "\n")
-    print("\n" + "\n".join(table(rows)))
+    print("\n" + table(rows))
 
 
 def measured(settings: Settings, arm: Arm, *, seed: int) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def measured(settings: Settings, arm: Arm, *, seed: int) -> dict[str, Any]:
 def _trainer(
     arm: Arm, folder: str, *, steps: int, first_row: int, seed: int
 ) -> tuple[Any, list[tuple[float, float]]]:
-    """A trainer, and where it notes wall and CPU seconds: at its start, and after each step."""
+    """A trainer, and a list of wall and CPU seconds: at its start, and after each step."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -172,7 +172,7 @@ def _trainer(
     moments: list[tuple[float, float]] = []
 
     class Timer(TrainerCallback):
-        """Notes when training starts, and when each step ends."""
+        """Records when training starts, and when each step ends."""
 
         def on_train_begin(self, *given: object, **more: object) -> None:
             """Called by transformers' trainer."""
@@ -183,7 +183,7 @@ def _trainer(
             moments.append((clock(), time.process_time()))
 
     class LockStep(SortedGRPOTrainer):
-        """TRL's loop over whole batches; only the tokens of a turn are our engine's."""
+        """TRL's loop over whole batches; only the tokens come from the native engine."""
 
         def _prepare_inputs(self, generation_batch: Any) -> Any:  # noqa: ANN401
             return GRPOTrainer._prepare_inputs(self, generation_batch)
@@ -296,18 +296,16 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The medians and the ratios to the first arm of the same repeat, as a Markdown table.
+def table(rows: list[dict[str, Any]]) -> str:
+    """Medians and ratios to the first arm of the same repeat, as a Markdown table.
 
-    Arms sample conversations of their own, so ratios are those of the time per tool call.
+    Arms sample different conversations, so ratios are those of the time per tool call.
     """
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     of = {arm: [row for row in rows if row["arm"] == arm] for arm in arms}
-    lines = [
-        "| arm | seconds | calls, tokens per conversation | tools at work on average | CPU seconds "
-        "| calls per second, times those of the first |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ("arm", "seconds", "calls, tokens per conversation", "tools at work on average")
+    head += ("CPU seconds", "calls per second, relative to the first")
+    lines = []
     for arm in arms:
         speeds = [row["calls"] * row["conversations"] / row["seconds"] for row in of[arm]]
         first = [row["calls"] * row["conversations"] / row["seconds"] for row in of[arms[0]]]
@@ -320,8 +318,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             _spread([row["cpu_seconds"] for row in of[arm]], 1),
             _spread([own / base for own, base in zip(speeds, first, strict=True)], 2),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return markdown_table(head, lines)
 
 
 def _spread(values: list[float], digits: int) -> str:

@@ -1,23 +1,23 @@
-"""How fast one update is, and what memory it takes: packed, beside the plain padded way.
+"""Time and memory of one update: packed, compared with padded micro-batches.
 
     python benchmarks/train_step.py                                   a small model on the CPU
     python benchmarks/train_step.py --device cuda --json step.json    two shapes on a GPU
     python benchmarks/train_step.py --device cuda --checkpointing --model qwen2.5-0.5b
 
-One update is the forward and backward passes over all trajectories, gradients accumulated, and
-one step of AdamW. All ways get the same model and trajectories of long-tailed lengths, in turn:
+One update is the forward and backward passes over all trajectories with accumulated gradients, and
+one step of AdamW. All variants alternate on the same model and trajectories of long-tailed lengths:
 
     packed          ours: packs of at most `budget` tokens, log-probabilities in chunks,
                     layers compiled on a GPU
-    padded          micro-batches as the trajectories come, padded to the longest in each;
-                    model(...).logits, log_softmax, gather. So many that they fill our budget if
+    padded          micro-batches in the given order, padded to the longest trajectory;
+                    model(...).logits, log_softmax, gather. Sized to fill the same budget if
                     all are as long as the longest
-    padded, best    the same, and the fastest of several sizes of micro-batch
+    padded, best    the same, with the fastest of several micro-batch sizes
     padded, sorted  the same after sorting by length, again the fastest of several sizes
-    one by one      a single trajectory at a time, hence without padding (on the CPU only)
+    one by one      a single trajectory at a time, hence without padding (CPU only)
 
-Tokens are those of the trajectories, prompts and answers, never padding. On the CPU the clock is
-the processor time of one thread, which others on the machine do not disturb.
+Tokens are those of the trajectories, prompts and answers, never padding. On the CPU, the processor
+time of one thread is measured, which other processes do not affect.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ class Settings:
     device: Literal["cpu", "cuda"] = "cpu"
     """float32 on the CPU, bfloat16 on the GPU."""
     model: tuple[ModelName, ...] = ()
-    """Shapes with random weights; small on the CPU, the other two on the GPU unless given."""
+    """Shapes with random weights; by default small on the CPU, the other two on the GPU."""
     trajectories: int | None = None
-    """In the update; 48 on the CPU, 128 on the GPU unless given."""
+    """Trajectories of the update; by default 48 on the CPU, 128 on the GPU."""
     mean: int | None = None
-    """Mean length of the answers, lognormal; 64 and 300 unless given."""
+    """Mean length of the answers, lognormal; by default 64 and 300."""
     max: int | None = None
-    """Greatest length of the answers; 448 and 2,048 unless given."""
+    """Maximum length of the answers; by default 448 and 2,048."""
     prompt_tokens: tuple[int, int] = (16, 64)
     """Shortest and longest prompt."""
     budget: int | None = None
-    """Tokens of a pack; 4,096 and 16,896 unless given: eight of the longest trajectories."""
+    """Tokens of a pack; by default 4,096 and 16,896: eight of the longest trajectories."""
     checkpointing: bool = False
-    """Repeat the layers in the backward pass instead of keeping what they computed; all ways."""
+    """Gradient checkpointing, in all variants."""
     repeats: int = 3
-    """Timed updates of each way."""
+    """Timed updates of each variant."""
     seed: int = 0
-    """Of weights, tokens and lengths."""
+    """Seed of weights, tokens and lengths."""
     json: Path | None = None
     """Write everything to this file."""
 
     def resolved(self) -> Settings:
-        """With the values of the device where none is given."""
+        """Fill in the defaults of the device."""
         on_gpu = self.device == "cuda"
         most = self.max or (2048 if on_gpu else 448)
         return replace(
@@ -87,7 +87,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Way:
-    """One way to make an update, and what it took."""
+    """One variant of the update, and its measurements."""
 
     name: str
     update: Callable[[], float]
@@ -114,7 +114,7 @@ class Way:
 
 
 def make_model(name: ModelName, settings: Settings) -> PreTrainedModel:
-    """The shape with random weights, ready to be trained."""
+    """The shape with random weights, ready for training."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -149,7 +149,7 @@ def make_model(name: ModelName, settings: Settings) -> PreTrainedModel:
 
 
 def draw(settings: Settings, *, vocabulary: int) -> list[TokenSequence]:
-    """Trajectories of long-tailed lengths, the same for the same seed."""
+    """Trajectories of long-tailed lengths, from a seed."""
     from engine_peers.drawing import long_tail
     from sortedrl.training.batch import TokenSequence
 
@@ -171,7 +171,7 @@ def draw(settings: Settings, *, vocabulary: int) -> list[TokenSequence]:
 
 
 def advantages(sequences: Sequence[TokenSequence]) -> list[float]:
-    """What a token of each trajectory counts in the loss."""
+    """The advantage of each trajectory's tokens."""
     total = sum(len(sequence.answer) for sequence in sequences)
     return [(-1 if number % 3 else 2) / total for number in range(len(sequences))]
 
@@ -219,7 +219,7 @@ def padded_way(
     size: int,
     is_sorted: bool = False,
 ) -> Way:
-    """The plain way, in micro-batches of so many trajectories."""
+    """The padded variant, in micro-batches of this many trajectories."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -263,7 +263,7 @@ def padded_way(
 
 
 def timed(way: Way, device: str) -> float | None:
-    """Seconds of one update; `None` if it does not fit into the memory."""
+    """Seconds of one update; `None` if out of memory."""
     import torch
 
     on_gpu = device == "cuda"
@@ -285,7 +285,7 @@ def timed(way: Way, device: str) -> float | None:
 
 
 def fastest(ways: Sequence[Way], device: str, say: Callable[[str], None]) -> Way:
-    """The size of micro-batch that serves the padded way best."""
+    """The fastest micro-batch size of the padded variant."""
     tried: list[tuple[float, Way]] = []
     for way in ways:
         say(f"{way.name}: trying micro-batches of {way.batch_size}")
@@ -298,7 +298,7 @@ def fastest(ways: Sequence[Way], device: str, say: Callable[[str], None]) -> Way
 
 
 def compare(shape: ModelName, settings: Settings, progress: Progress) -> dict[str, Any]:
-    """All ways on one model, in turn."""
+    """All variants on one model, alternating."""
     import torch
 
     assert settings.budget, "settings are resolved"
@@ -330,7 +330,7 @@ def compare(shape: ModelName, settings: Settings, progress: Progress) -> dict[st
     for name, is_sorted in (("padded, best", False), ("padded, sorted", True)):
         sizes = {max(2, fitting // 4), max(2, fitting // 2), fitting}
         if settings.device == "cuda":
-            # Small passes are slow there, on the CPU they only save padding.
+            # Small passes are slow on a GPU; on the CPU they only save padding.
             sizes.add(2 * fitting)
         tried = [padded(name, size=size, is_sorted=is_sorted) for size in sorted(sizes)]
         ways.append(fastest(tried, settings.device, say))
@@ -383,9 +383,9 @@ def show(result: dict[str, Any]) -> None:
             "-" if peak is None else f"{peak / least:.2f}",
         )
     Console().print(table)
-    print("packed x: how many times faster packed is, the median and the spread of the updates")
+    print("packed x: speedup of packed, median and spread over the updates")
     if least is None:
-        print("the peak of the memory is measured on the GPU only")
+        print("peak memory is measured on GPUs only")
 
 
 def main() -> None:

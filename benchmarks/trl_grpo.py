@@ -1,4 +1,4 @@
-"""One TRL script, run with TRL's `GRPOTrainer` and with ours: samples per second, side by side.
+"""One TRL script, run with TRL's `GRPOTrainer` and with ours: samples per second.
 
     python benchmarks/trl_grpo.py                                     a tiny model on the CPU
     python benchmarks/trl_grpo.py --preset smollm2-135m --json a.json     one GPU
@@ -7,20 +7,20 @@
 
 All arms share model, rows, reward, batch size and optimiser; only the class and the engine differ:
 
-    trl             TRL as it comes: transformers' generate
+    trl             TRL's default: transformers' generate
     trl-continuous  TRL with transformers' continuous batching
-    trl-vllm        TRL with vLLM inside its process (`vllm_mode="colocate"`); a GPU only
-    sync            SortedGRPOTrainer, synchronous: what the engine alone gains
+    trl-vllm        TRL with vLLM in its process (`vllm_mode="colocate"`); GPU only
+    sync            SortedGRPOTrainer, synchronous: the effect of the engine alone
     partial         SortedGRPOTrainer, partial mode, lookahead 1
     coupled         SortedGRPOTrainer, coupled mode, lookahead 1
 
-The weights are random, so a token is about as likely as any other, and a share of the vocabulary
-ends an answer: lengths are geometric, with the mean and the limit of the preset, in every arm.
-Every arm runs in a process of its own, in turns, and is timed from the end of its first step, so
-that loading and compiling do not count. A group has the prompts of four steps: with a multiple of
-four steps all of its answers are trained, the long ones at the end included. The wall clock counts
-everything that happens on the machine; `cpu` is the processor time of the process, which others do
-not disturb, on one thread.
+The weights are random, so all tokens are about equally likely, and a share of the vocabulary ends
+an
+answer: lengths are geometric, with the mean and the limit of the preset, in every arm. Arms
+alternate, each in its own process, and are timed from the end of the first step, which excludes
+loading and compiling. A group has the prompts of four steps: with a multiple of four steps all of
+its answers are trained, including the long ones at the end. Wall time includes everything on the
+machine; `cpu` is the processor time of the process, which others do not affect, on one thread.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import tyro
+
+from provenance import markdown_table
 
 PresetName = Literal["cpu", "smollm2-135m", "qwen2.5-1.5b"]
 Arm = Literal["trl", "trl-continuous", "trl-vllm", "sync", "partial", "coupled"]
@@ -101,21 +103,21 @@ class Settings:
     """What to compare."""
 
     preset: PresetName = "cpu"
-    """Sizes of the model and the run."""
+    """The preset of model and sizes."""
     arms: tuple[Arm, ...] = ()
-    """Which trainers, in turns; those of the preset unless given."""
+    """The trainers, which alternate; by default those of the preset."""
     repeats: int = 3
-    """How often each of them runs."""
+    """Runs of each."""
     steps: int | None = None
-    """Optimiser steps of a run, the first one untimed; those of the preset unless given."""
+    """Optimiser steps of a run, the first one untimed; by default those of the preset."""
     json: Path | None = None
-    """Where to write every run."""
+    """Write every run to this file."""
     arm: Arm | None = None
-    """Run this one in this process and print its numbers as JSON; used by the others."""
+    """Run this arm in this process and print its numbers as JSON; used internally."""
 
 
 def main(settings: Settings) -> None:
-    """Run all arms in turns, or one."""
+    """Run all arms alternately, or one."""
     if settings.arm is not None:
         print(json.dumps(measured(settings.preset, settings.arm, steps=settings.steps)))
         return
@@ -127,7 +129,7 @@ def main(settings: Settings) -> None:
             print(_line(rows[-1]), flush=True)
     if settings.json is not None:
         settings.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print("\n" + "\n".join(table(rows)))
+    print("\n" + table(rows))
 
 
 def _in_process(settings: Settings, arm: Arm) -> dict[str, Any]:
@@ -182,7 +184,7 @@ def _trainer(
     ends: list[tuple[float, float]] = []
 
     class Timer(TrainerCallback):
-        """Notes when each step ends."""
+        """Records when each step ends."""
 
         def on_step_end(self, *given: object, **more: object) -> None:
             """Called by transformers' trainer."""
@@ -231,7 +233,7 @@ def _trainer(
 
 
 def _reward(completion_ids: list[list[int]], **columns: object) -> list[float]:
-    """Something that differs from answer to answer."""
+    """A reward that differs between answers."""
     return [float(sum(ids) % 11) for ids in completion_ids]
 
 
@@ -271,13 +273,11 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def table(rows: list[dict[str, Any]]) -> str:
     """The medians, the spread, and the ratio to the first arm, as a Markdown table."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
-    lines = [
-        "| arm | samples/s, median (lowest to highest) | times | per cpu second | times |",
-        "|---|---|---|---|---|",
-    ]
+    head = ("arm", "samples/s, median (min to max)", "ratio", "per CPU second", "ratio")
+    lines = []
     found: dict[str, list[list[float]]] = {
         arm: [
             [row[name] for row in rows if row["arm"] == arm]
@@ -291,8 +291,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         for values, first in zip(found[arm], base, strict=True):
             spread = f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
             cells += [spread, f"{median(values) / first:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return markdown_table(head, lines)
 
 
 if __name__ == "__main__":

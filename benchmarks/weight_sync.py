@@ -1,13 +1,13 @@
-"""How long weights take from the trainer to the rollout workers, by each of the three transports.
+"""Time of a weight sync from the trainer to the rollout workers, for each of the three transports.
 
     python benchmarks/weight_sync.py                            64 and 512 MB, 2 workers
     python benchmarks/weight_sync.py --megabytes 64 --repeats 9 --json weight_sync.json
 
-Worker pool, workers and Ray are the real ones; in place of an engine there is one that only copies
-the weights into tensors of its own, as engines do. The trainer is in the process of the controller,
-as without ranks. The transports take turns, so that noise hits all of them. The first sync by each
-is not counted: it forms the process group, and warms the object store. All seconds are measured, on
-one machine, where workers read the object store and files from its memory; no network is in them.
+Worker pool, workers and Ray are the real ones; the engine only copies the weights into its own
+tensors, as engines do. The trainer is in the controller's process, as without ranks. Transports
+alternate, so that noise affects all of them. The first sync of each is not counted: it forms the
+process group, and warms up the object store. All seconds are measured on one machine, where workers
+read the object store and files from its memory, without a network.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _TENSOR_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyingFactory:
-    """An engine that has weights, and writes nothing."""
+    """An engine that has weights but generates nothing."""
 
     def engine(self) -> RolloutEngine:
-        """A simulated engine with tensors of its own."""
+        """A simulated engine with its own tensors."""
         torch.set_num_threads(1)
         engine = SimulatedFactory(slots=1, max_tokens=1).engine()
         own: dict[str, torch.Tensor] = {}
@@ -68,7 +68,7 @@ class CopyingFactory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The weight syncs of one size by one transport."""
+    """The weight syncs of one size with one transport."""
 
     megabytes: int
     transport: WeightTransport
@@ -76,12 +76,12 @@ class Result:
     samples: Sequence[SyncReport]
 
     def seconds(self, field: str) -> list[float]:
-        """One of the times, of all syncs."""
+        """One of the times, over all syncs."""
         return [asdict(sample)[field] for sample in self.samples]
 
 
 def weights_of(megabytes: int) -> Mapping[str, torch.Tensor]:
-    """Tensors of bfloat16, of 16 MB each."""
+    """bfloat16 tensors of 16 MB each."""
     count = max(1, megabytes * _MEGABYTE // _TENSOR_BYTES)
     each = megabytes * _MEGABYTE // count // 2
     return {f"layer.{number}": torch.randn(each).bfloat16() for number in range(count)}
@@ -89,10 +89,10 @@ def weights_of(megabytes: int) -> Mapping[str, torch.Tensor]:
 
 @contextmanager
 def pool_of(cluster: Cluster, folder: Path, reports: list[SyncReport]) -> Iterator[WorkerPool]:
-    """Workers that receive weights by one transport."""
+    """Workers that receive weights through one transport."""
 
-    def refuse(words: str) -> None:
-        raise SystemExit(f"a transport failed, so nothing is compared: {words}")
+    def refuse(reason: str) -> None:
+        raise SystemExit(f"a transport failed, so nothing is compared: {reason}")
 
     placement = BundlePlacement(blueprint(cluster), seconds=cluster.start_seconds)
     pool = WorkerPool(
@@ -112,7 +112,7 @@ def pool_of(cluster: Cluster, folder: Path, reports: list[SyncReport]) -> Iterat
 
 
 def measured(cluster: Cluster, sizes: Sequence[int], *, repeats: int) -> list[Result]:
-    """All transports and sizes; the transports take turns."""
+    """All transports and sizes, alternating transports."""
     results = []
     version = 0
     with ExitStack() as opened:
@@ -145,7 +145,7 @@ def measured(cluster: Cluster, sizes: Sequence[int], *, repeats: int) -> list[Re
 
 
 def table(results: Sequence[Result]) -> str:
-    """Medians, with the fastest and the slowest; the rate is that of one copy of the weights."""
+    """Medians, with minimum and maximum; the rate is that of one copy of the weights."""
     lines = [
         "   MB  transport buckets  seconds in all        source  worker: fetch   load     MB/s",
     ]
@@ -163,7 +163,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def main() -> None:
-    """Measure, and print what was measured."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -176,10 +176,10 @@ def main() -> None:
         rollout_workers=given.workers,
         trainer_ranks=0,
         dashboard=False,
-        # Two copies: the next weights are put before Ray has let go of the last ones.
+        # Two copies: the next weights are stored before Ray has released the last ones.
         object_store_gib=max(0.25, 3 * max(given.megabytes) / 1024),
     )
-    # Workers import the factory of this file, and know its folder only from the environment.
+    # Workers import the factory from this file, and get its folder only through the environment.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     # Room for the workers of all three transports.
     with connected(replace(cluster, rollout_workers=3 * given.workers), tell=print):

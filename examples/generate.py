@@ -1,6 +1,6 @@
-"""Write answers with the native engine: python examples/generate.py MODEL "a prompt" ...
+"""Generate answers with the native engine: python examples/generate.py MODEL "a prompt" ...
 
-MODEL is a hub name, a folder or a .gguf file. On a GPU if there is one, else on the CPU.
+MODEL is a hub name, a folder or a .gguf file. Uses a GPU if there is one, otherwise the CPU.
 
 Needs: pip install 'sortedrl[native]'. Takes: seconds after the model is loaded.
 Gives: two answers to each prompt, with their log-probabilities.

@@ -1,9 +1,9 @@
-"""SortedRL's scheduler around an engine and a trainer of your own.
+"""SortedRL's scheduler with your own engine and trainer.
 
     python examples/own_loop.py
 
 The engine is `transformers.generate`, ten tokens at a time; the trainer is plain REINFORCE. The
-model learns to write small letters.
+model learns to generate lowercase letters.
 
 Needs: a CPU; pip install 'sortedrl[native]'. Takes: less than a minute.
 Gives: a line for each update; the reward more than doubles.

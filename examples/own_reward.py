@@ -1,4 +1,4 @@
-"""Try out a reward of your own before a run, with `python examples/own_reward.py`.
+"""Test your own reward before a run, with `python examples/own_reward.py`.
 
 The function is plain Python. Worker processes import it from this file and run it with limits.
 

@@ -1,10 +1,10 @@
-"""Rows for questions_warm.toml: puzzles that are mostly guessed, and seldom asked about.
+"""Rows for questions_warm.toml: puzzles that are mostly guessed, and rarely asked about.
 
     python examples/questions_data.py        writes runs/questions/warm.jsonl
 
 Needs: pip install sortedrl. Takes: seconds. Gives: the file.
 
-A response of the warm start asks one time in four, and guesses otherwise. So there is something to
+A response of the warm start asks one time in four, and guesses otherwise, so there is something to
 learn: a guess is right one time in eight, and two questions leave two cases, between which the
 statements of the puzzle decide.
 """

@@ -1,11 +1,11 @@
-"""Rows for tools.toml: products to compute, and a warm start that seldom uses the calculator.
+"""Rows for tools.toml: products to compute, and a warm start that rarely uses the calculator.
 
     python examples/tools_data.py        writes runs/tools/warm.jsonl and runs/tools/products.jsonl
 
 Needs: nothing. Takes: a second. Gives: the two files.
 
-A response of the warm start calls the calculator one time in four, and guesses otherwise. So there
-is something to learn: a guess is wrong, and what the calculator replies is right.
+A response of the warm start calls the calculator one time in four, and guesses otherwise, so there
+is something to learn: guesses are wrong, and the calculator's replies are right.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""TRL's GRPO on SortedRL's schedule, with `python examples/trl_grpo.py`: a minute on a CPU.
+"""TRL's GRPO with SortedRL's schedule, with `python examples/trl_grpo.py`: a minute on a CPU.
 
 The task: answer with vowels, and stop. Nothing is downloaded unless `--model` names a model.
-Compared with a script for TRL, two lines are different: the class, and its schedule.
+Compared with a script for TRL, two lines differ: the class, and its schedule.
 
 Needs: a CPU; pip install 'sortedrl[trl]'. Takes: a minute.
 Gives: runs/trl with TRL's checkpoints and what `sortedrl report` shows.
@@ -25,7 +25,7 @@ def vowels(completions: list[str], **columns: object) -> list[float]:
 
 
 def main() -> None:
-    """Train, and say where the report comes from."""
+    """Train, and print how to get the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a name on the hub or a folder; a tiny model unless given")
     parser.add_argument("--mode", default="coupled", help="coupled, partial, redraw or on_policy")
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="tokens of an answer, at most")
     given = parser.parse_args()
     if given.model is None:
-        torch.set_num_threads(1)  # a tiny model is faster so
+        torch.set_num_threads(1)  # faster for a tiny model
         model, tokenizer = tiny_model(TinySettings(hidden=64, layers=2)), tiny_tokenizer()
         # Some bytes end an answer, so that lengths differ from the start.
         model.generation_config.eos_token_id = list(range(128, 144))

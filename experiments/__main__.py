@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.pieces import (
+from experiments.record import Results
+from experiments.trials import (
     ROOT,
     Deadline,
-    Piece,
     Setup,
+    Trial,
+    assigned,
+    merged,
     run_at_once,
     run_in_turn,
     this_command,
 )
-from experiments.record import Results
-from experiments.settings import assigned, merged
-from experiments.tables import TABLES
 from sortedrl.cli.arguments import parse
 from sortedrl.config.checks import require
 from sortedrl.config.parsing import read_toml
@@ -28,42 +28,59 @@ from sortedrl.errors import ConfigError, SortedRLError, unknown_name
 from sortedrl.report.terminal import tell
 from sortedrl.runs.folder import commit
 
-HELP = """Measure a table of docs/results.md, piece by piece.
+TABLES = {
+    "efficiency": "Every schedule on a real engine: bubble, goodput, ledger, length bias.",
+    "long_run": "Forty groups, the whole run counted: sync, partial, coupled.",
+    "prediction": "The simulator, fitted to one run of the efficiency table, against the others.",
+    "natural": "Length bias where the model itself decides when an answer ends.",
+    "ablations": "One setting changed at a time: group, batch, lookahead, tolerance, harvest unit.",
+    "learning_logic": "Score against samples, tokens and seconds: Knights and Knaves.",
+    "learning_seeds": "Order and freshness separated: six schedules, 16 seeds, three rates.",
+    "learning_rates": "Small update batches on a CPU: 16 seeds, two learning rates.",
+    "learning_maths": "The same for arithmetic, with PPO and with GRPO.",
+    "learning_questions": "SmolLM2-135M on small questions, with lengths of its own.",
+    "learning_puzzles": "The paper's logic run in small: SmolLM2-135M, puzzles in words.",
+    "peer": "The same training with TRL.",
+    "grpo_trl": "TRL's trainer on vLLM against SortedGRPOTrainer, one script.",
+    "eight_billion": "LLaMA-3.1-8B's shape on one card, all weights trained: memory and speed.",
+    "paper": "The paper's own two set-ups, predicted.",
+}
 
-A piece that is done has its result under the folder of the results, and is not measured again:
-after a cut, --resume goes on with the rest. What a laptop can do in minutes is measured with
---small on --device cpu.
+HELP = """Measure a table of docs/results.md, one trial at a time.
+
+Every finished trial has a result file; --resume skips those and runs the rest.
+On a laptop, use --small --device cpu: it takes minutes.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to measure, and how long."""
+    """What to measure, and for how long."""
 
     device: str = "cuda"
     """cuda or cpu."""
     small: bool = False
-    """Smaller sizes, for a try on a laptop: the section [small] of the table's TOML."""
+    """Use the smaller sizes in the section [small] of the table's TOML."""
     resume: bool = False
-    """Go on where results are there already."""
+    """Skip trials that already have results."""
     only: tuple[str, ...] = ()
-    """Pieces whose name contains one of these words; by default all."""
+    """Run only trials whose names contain one of these words; by default all."""
     budget: float | None = None
-    """Seconds there are: a piece that is not expected to end in time is not begun."""
+    """Time limit in seconds: a trial that is not expected to finish in time is not started."""
     results: Path = Path("runs/experiments/results")
     """Folder of the results."""
     scratch: Path = Path("runs/experiments/work")
-    """Folder of the logs and models that the results do not hold."""
+    """Folder for logs and models."""
     settings: Path | None = None
-    """Another TOML file than the table's own."""
+    """A TOML file to use instead of the table's own."""
     set: tuple[str, ...] = ()
-    """Values that replace those of the TOML, such as workload.seed=1."""
+    """Override values of the TOML, such as workload.seed=1."""
     list: bool = False
-    """Only say what would be measured, and how long it is expected to take."""
+    """List the trials and their expected times without running them."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; gives the exit code."""
+    """Run the command and return its exit code."""
     names = (*TABLES, "page")
     if not arguments or arguments[0] in ("-h", "--help"):
         tell(f"usage: python -m experiments {{{','.join(names)}}} [--help]")
@@ -97,36 +114,37 @@ def _measure(table: str, given: Arguments) -> int:
         changes=given.set,
         commit=commit(ROOT) or "unknown",
     )
-    pieces = chosen(importlib.import_module(f"experiments.{table}").pieces(setup), given.only)
-    done = [piece.name for piece in pieces if setup.results.has(table, piece.name)]
+    module = "learning" if table.startswith("learning_") else table
+    trials = chosen(importlib.import_module(f"experiments.{module}").trials(setup), given.only)
+    done = [trial.name for trial in trials if setup.results.has(table, trial.name)]
     if given.list:
-        for piece in pieces:
-            note = "done" if piece.name in done else f"about {piece.seconds:,.0f} s"
-            tell(f"{piece.name:<40} {note}")
+        for trial in trials:
+            note = "done" if trial.name in done else f"about {trial.seconds:,.0f} s"
+            tell(f"{trial.name:<40} {note}")
         return 0
     require(
         given.resume or not done,
-        f"{setup.results.folder / table} has results of {len(done)} pieces already; continue with "
+        f"{setup.results.folder / table} already has results of {len(done)} trials; continue with "
         "--resume, or give another folder (--results)",
     )
-    waiting = [piece for piece in pieces if piece.name not in done]
+    waiting = [trial for trial in trials if trial.name not in done]
     left = _run(waiting, setup, given)
     if left:
-        tell(f"no time for {len(left)} pieces ({', '.join(left)}); continue with --resume")
+        tell(f"no time for {len(left)} trials ({', '.join(left)}); continue with --resume")
     return 3 if left else 0
 
 
-def _run(pieces: Sequence[Piece], setup: Setup, given: Arguments) -> list[str]:
+def _run(trials: Sequence[Trial], setup: Setup, given: Arguments) -> list[str]:
     deadline = Deadline.after(given.budget)
     most = setup.settings.get("at_once", 1)
-    if most <= 1 or len(pieces) == 1:
-        return run_in_turn(pieces, setup, deadline=deadline, tell=tell)
+    if most <= 1 or len(trials) == 1:
+        return run_in_turn(trials, setup, deadline=deadline, tell=tell)
     words = ["--device", given.device, "--resume", "--results", str(given.results)]
     words += ["--scratch", str(given.scratch), *(["--small"] if given.small else [])]
     words += [] if given.settings is None else ["--settings", str(given.settings)]
     words += ["--set", *given.set] if given.set else []
     return run_at_once(
-        pieces,
+        trials,
         setup,
         most=most,
         command=lambda name: this_command(setup.table, *words, "--only", name),
@@ -147,12 +165,12 @@ def _settings(table: str, given: Arguments) -> Mapping[str, Any]:
     return whole
 
 
-def chosen(pieces: Sequence[Piece], words: Sequence[str]) -> list[Piece]:
-    """The pieces of these names; a word that is no name stands for all names that contain it."""
-    names = {piece.name for piece in pieces}
+def chosen(trials: Sequence[Trial], words: Sequence[str]) -> list[Trial]:
+    """The trials with these names; any other word selects all names that contain it."""
+    names = {trial.name for trial in trials}
     exact, parts = {w for w in words if w in names}, [w for w in words if w not in names]
-    found = [p for p in pieces if not words or p.name in exact or any(w in p.name for w in parts)]
-    require(bool(found), f"no piece is called like {' or '.join(words)}; see --list")
+    found = [p for p in trials if not words or p.name in exact or any(w in p.name for w in parts)]
+    require(bool(found), f"no trial name contains {' or '.join(words)}; see --list")
     return found
 
 

@@ -1,7 +1,7 @@
 """Ablations: one setting changed at a time, simulated and measured.
 
-A simulated piece holds one base, one setting and all its values; a measured one holds one training
-run. The two halves have tables of their own: no table holds a simulated and a measured number.
+A simulated trial has one base, one setting and all its values; a measured one is one training run.
+Simulated and measured numbers are in separate tables.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from experiments import learning
 from experiments.ablations_page import section
 from experiments.efficiency import simulation_of
 from experiments.learning import Arm
-from experiments.pieces import ROOT, Piece, Setup
 from experiments.record import Record, Results
-from experiments.settings import merged
+from experiments.trials import ROOT, Setup, Trial, merged
 from sortedrl.config.parsing import read_toml
 from sortedrl.core.files import Value, read_metrics
 from sortedrl.errors import DataError
@@ -30,7 +29,7 @@ __all__ = [
     "Run",
     "fitted",
     "learning_setup",
-    "pieces",
+    "trials",
     "runs",
     "section",
     "simulation",
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 NO_VALUE = "none"
-"""How the TOML writes a setting that is left out."""
+"""The TOML value for a setting to leave out."""
 _OF_WORKLOAD = {"group_prompts": "group", "update_batch": "batch", "slots": "slots"}
 _KEPT = (
     "bubble",
@@ -62,7 +61,7 @@ _KEPT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A measured run: a base, and at most one setting that differs from it."""
+    """A measured run: a base with at most one changed setting."""
 
     base: str
     setting: str | None = None
@@ -83,7 +82,7 @@ class Run:
 
     @property
     def change(self) -> dict[str, Any]:
-        """What is laid over the settings of the base.
+        """The change to the settings of the base.
 
         >>> Run(base="partial", setting="schedule.lookahead", value=2).change
         {'schedule': {'lookahead': 2}}
@@ -94,29 +93,29 @@ class Run:
         return {section: {setting: self.value}}
 
 
-def pieces(setup: Setup) -> list[Piece]:
-    """The simulated pieces, then the warm starts, then the measured runs."""
-    return [*_simulated_pieces(setup), *_measured_pieces(setup)]
+def trials(setup: Setup) -> list[Trial]:
+    """Simulated trials, then warm starts, then measured runs."""
+    return [*_simulated_trials(setup), *_measured_trials(setup)]
 
 
-def _simulated_pieces(setup: Setup) -> Iterator[Piece]:
+def _simulated_trials(setup: Setup) -> Iterator[Trial]:
     given = setup.settings["simulated"]
     asked = [(base, change) for change in given["changes"] for base in change["bases"]]
     for place, (base, change) in enumerate(asked):
         run = partial(_simulated, setup, base, change, place=place)
         name = f"simulated-{base}-{change['setting']}"
-        yield Piece(name=name, seconds=given["seconds"], run=run)
+        yield Trial(name=name, seconds=given["seconds"], run=run)
 
 
-def _measured_pieces(setup: Setup) -> Iterator[Piece]:
+def _measured_trials(setup: Setup) -> Iterator[Trial]:
     measured = setup.settings["measured"]
     seconds = measured["seconds"]
     for seed in measured["seeds"]:
         warm = partial(learning.warm_numbers, learning_setup(setup), seed)
-        yield Piece(name=f"measured-warm-{seed}", seconds=seconds["warm"], run=warm)
+        yield Trial(name=f"measured-warm-{seed}", seconds=seconds["warm"], run=warm)
         for place, run in enumerate(runs(measured)):
             measure = partial(_measured, setup, run, seed, place=place)
-            yield Piece(name=f"measured-{run.name}-{seed}", seconds=seconds["run"], run=measure)
+            yield Trial(name=f"measured-{run.name}-{seed}", seconds=seconds["run"], run=measure)
 
 
 # Simulated
@@ -125,7 +124,7 @@ def _measured_pieces(setup: Setup) -> Iterator[Piece]:
 def simulation(
     setup: Setup, base: str, *, change: Mapping[str, Any], known: Mapping[str, Any], seed: int
 ) -> Simulation:
-    """A base with a change, on the workload of the efficiency table and the fitted costs."""
+    """A base with a change, with the workload of the efficiency table and the fitted costs."""
     given = setup.settings["simulated"]
     table = {**given["bases"][base], **change}
     table = {name: value for name, value in table.items() if value != NO_VALUE}
@@ -142,7 +141,7 @@ def simulation(
 
 
 def synchronous(simulation: Simulation) -> Simulation:
-    """The synchronous baseline with the same groups, batches, answers and slots."""
+    """The synchronous baseline with equal groups, batches, answers and slots."""
     schedule = replace(
         simulation.schedule,
         strategy="sync",
@@ -156,14 +155,14 @@ def synchronous(simulation: Simulation) -> Simulation:
 
 
 def fitted(setup: Setup) -> Record:
-    """The fitted costs of the table prediction: of this folder of results, or the kept ones."""
+    """The fitted costs of the table prediction, from this results folder or the committed one."""
     model = setup.settings["simulated"]["costs_of"]
     for results in (setup.results, Results(ROOT / "experiments" / "results")):
         for record in results.read("prediction"):
-            if record.piece == model:
+            if record.trial == model:
                 return record
     path = setup.results.path("prediction", model)
-    raise DataError(path, "holds the fitted costs: measure the table prediction first")
+    raise DataError(path, "must have the fitted costs; measure the table prediction first")
 
 
 def _simulated(setup: Setup, base: str, change: Mapping[str, Any], *, place: int) -> dict[str, Any]:
@@ -185,7 +184,7 @@ def _simulated(setup: Setup, base: str, change: Mapping[str, Any], *, place: int
         "setting": change["setting"],
         "seeds": given["seeds"],
         "groups": given["groups"],
-        "model": source.piece,
+        "model": source.trial,
         "fitted_to": source.numbers["fitted_to"],
         **known,
         "rows": rows,
@@ -205,7 +204,7 @@ def _sync_outcome(simulation: Simulation) -> SimulationResult:
 
 
 def runs(measured: Mapping[str, Any]) -> Iterator[Run]:
-    """The measured runs: each base, followed by its changes."""
+    """Each base, followed by its changes."""
     for base in measured["bases"]:
         yield Run(base=base)
         for change in measured["changes"]:
@@ -215,7 +214,7 @@ def runs(measured: Mapping[str, Any]) -> Iterator[Run]:
 
 
 def learning_setup(setup: Setup, run: Run | None = None) -> Setup:
-    """The setup of a measured run in the words of the learning tables."""
+    """The setup of a measured run, in the format of the learning tables."""
     measured = setup.settings["measured"]
     if run is None:
         return replace(setup, settings=measured)
@@ -241,16 +240,16 @@ def _measured(setup: Setup, run: Run, seed: int, *, place: int) -> dict[str, Any
         "learning_rate": settings.optimiser.learning_rate,
         "base": run.base,
         "setting": run.setting,
-        # JSON knows no infinite number.
+        # JSON has no infinity.
         "value": str(run.value) if run.value == math.inf else run.value,
         "puzzles": settings.evaluation.limit,
     }
 
 
 def _correction(rows: Sequence[Mapping[str, Value]]) -> dict[str, float | None]:
-    """The effective share of the tokens, mean and least over the updates.
+    """The effective sample size as a share, mean and minimum over the updates.
 
-    1 where the weights that train are those that wrote.
+    1 if all tokens are on-policy.
     """
     shares = [number(row, "correction/ess") for row in rows]
     known = [share for share in shares if share is not None]

@@ -1,4 +1,4 @@
-"""The ablations as the results page shows them: a simulated table, and a measured one."""
+"""The ablations on the results page: a simulated table and a measured one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _MEASURED_HEAD = (
     "score at the end, %",
     "mean over the run, %",
     "updates",
-    "staleness, mean and most",
-    "effective share, mean and least",
+    "staleness, mean and max",
+    "effective share, mean and min",
     "mean length trained on",
     "length bias",
     "discarded, % of decoded",
@@ -52,21 +52,21 @@ def _simulated_part(records: Sequence[Record]) -> str:
     records = _ordered(records)
     found = records[0].numbers
     bases = {record.numbers["base"]: record.numbers["base_settings"] for record in records}
-    told = "; ".join(f"{base}: {_words(settings)}" for base, settings in bases.items())
+    changes = "; ".join(f"{base}: {_listed(settings)}" for base, settings in bases.items())
     about = (
         f"### SIMULATED: efficiency\n\n{caption(records)}\n"
         f"No GPU was used: the simulator ran with the costs of {found['model']} fitted to its "
         f"run `{found['fitted_to']}` of the efficiency table, which lost "
         f"{found['mismatch_rate']:g} of its cached tokens. "
-        "Its lengths do not depend on the weights, so neither partial nor coupled mode can have "
-        "a length bias here. "
+        "Simulated lengths do not depend on the weights, so partial and coupled mode have no "
+        "length bias here. "
         f"Workload of the efficiency table, {found['groups']} groups, seeds "
-        f"{', '.join(str(seed) for seed in found['seeds'])}: mean, with the least and the most. "
-        "The ratio is to `sync` with the same seed, group, batch, answers and slots. "
+        f"{', '.join(str(seed) for seed in found['seeds'])}: mean, with minimum and maximum. "
+        "Ratios are relative to `sync` with the same seed, group, batch, answers and slots. "
         "One setting differs from the base, which is in bold. "
-        "The steady state is shown where groups overlap. "
-        "Bases, in what they differ from sorted with groups of 512, batches of 128 and 128 "
-        f"slots: {told}."
+        "The steady state is shown if groups overlap. "
+        "Bases differ from sorted with groups of 512, batches of 128 and 128 slots in: "
+        f"{changes}."
     )
     rows = [
         _simulated_row(record.numbers, row) for record in records for row in record.numbers["rows"]
@@ -112,10 +112,10 @@ def _measured_part(records: Sequence[Record]) -> str:
         f"seed {', '.join(str(seed) for seed in seeds)}, one run each. "
         f"A score is the share of right answers to {every[0]['puzzles']} held-out puzzles: its "
         f"standard error is {100 * error:.0f} points, so this table supports no ranking by score. "
-        "Other work ran on the same machine, so nothing that depends on the clock is shown. "
-        "The effective share is that of the tokens under their importance weights, over the "
-        "updates. The base whole_prompts is the base siblings (four answers to a prompt) with "
-        "harvest_unit = prompt."
+        "The machine was shared, so times are not shown. "
+        "The effective share is the effective sample size of the importance weights, as a share "
+        "of the tokens. The base whole_prompts is the base siblings (four answers to a prompt) "
+        "with harvest_unit = prompt."
     )
     rows = [_measured_row(n) for n in every]
     return f"{about}\n\n{table(_MEASURED_HEAD, rows)}"
@@ -142,10 +142,10 @@ def _cell(values: Sequence[float | None], *, form: str, scale: float = 1.0) -> s
     return Cell(tuple(None if v is None else scale * v for v in values)).text(form)
 
 
-def _words(settings: Mapping[str, Any]) -> str:
+def _listed(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _ordered(records: Sequence[Record]) -> list[Record]:
-    """As they were planned; several seeds of a run stand together."""
+    """In the planned order, seeds of a run together."""
     return sorted(records, key=lambda record: int(record.numbers["place"]))

@@ -1,17 +1,17 @@
-"""Sums of dice with a worked way to the result, for a tiny model trained from scratch.
+"""Sums of dice with worked solutions, for a tiny model trained from scratch.
 
     CLMX?       3 + 6 + 1 + 6: A to F are 1 to 6 on the first die, G to L on the second, and so on
 
-One letter tells both the die and its number, so that a model of a few layers finds a term with one
-look. The response takes one die after the other and counts: what is left of it, and the total so
-far, whose lowest digit stands first.
+One letter encodes both the die and its number, so a model with a few layers finds a term with one
+attention lookup. The response goes through the dice and counts: the rest of the die, and the total
+so far, lowest digit first.
 
     <think>#C 300 210 120 030 #L 630 540 ... 090 #M 190 001 #X 601 511 ... 061</think>
     <answer>61</answer>
 
-(without the spaces and the new line). So each symbol is looked up in the prompt or follows from
-the three before it. The same settings give the same rows, and rows of `train` and `test` never
-share a sum, not even with its terms in another order.
+(without the spaces and the line break). Each symbol is copied from the prompt or follows from the
+three before it. The same settings give the same rows, and rows of `train` and `test` never share a
+sum, not even with reordered terms.
 """
 
 from __future__ import annotations
@@ -29,31 +29,29 @@ from sortedrl.types import Prompt
 
 _SIDES = 6
 _TOTAL_DIGITS = 2
-_FEWEST_TERMS = 4  # with fewer there are hardly different sums
+_FEWEST_TERMS = 4  # with fewer there are hardly any different sums
 _MOST_TERMS = len(ascii_letters) // _SIDES
 _TEST_SHARE = 0.1
-_MOST_DRAWS = 200  # for each row, before it is believed that there are no more
-_GIVES_UP, _SLIPS, _LENGTH = range(3)  # what a random number decides
+_MOST_DRAWS = 200  # per row, before giving up
+_GIVES_UP, _SLIPS, _LENGTH = range(3)  # purposes of random numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumSettings:
-    """Generated sums, and the care of the teacher who works them out."""
+    """Generated sums, and error rates of the worked solutions."""
 
     count: int = 4096
-    """Different rows."""
+    """Number of different rows."""
     terms: tuple[int, int] = (4, 8)
-    """Fewest and most dice of a sum; every number of dice is as likely, as long as there are
-    different sums of so many."""
+    """Minimum and maximum number of dice, equally likely as long as different sums are left."""
     seed: int = 0
-    """Another seed gives other sums."""
+    """Seed of the sums."""
     split: Split = "train"
-    """Which part of all sums to draw from; the two have none in common."""
+    """The split; the two share no sums."""
     haste: float = 0.0
-    """The chance, after each term but the last, that the teacher gives up and answers with the
-    total so far."""
+    """Probability, after each term but the last, of giving up with the total so far."""
     slips: float = 0.0
-    """The chance, at each count, that the teacher leaves a number out."""
+    """Probability, at each count, of skipping a number."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -73,9 +71,9 @@ class SumSettings:
 
 
 def sum_rows(settings: SumSettings) -> list[dict[str, object]]:
-    """The rows: prompt, answer, level (the number of dice) and the teacher's response.
+    """The rows: prompt, answer, level (the number of dice) and the worked solution.
 
-    A `ConfigError` if there are not so many different ones.
+    Raises `ConfigError` if there are too few different ones.
     """
     rows: list[dict[str, object]] = []
     seen: set[tuple[int, ...]] = set()
@@ -103,7 +101,7 @@ def sum_rows(settings: SumSettings) -> list[dict[str, object]]:
 
 
 def sum_reward(prompt: Prompt, response: str) -> float:
-    """1 for the right sum in the place of the answer, else 0."""
+    """1 if the answer is the right sum, else 0."""
     before, opened, rest = response.partition("<answer>")
     answer, closed, after = rest.partition("</answer>")
     is_in_form = bool(opened and closed) and before.endswith("</think>") and not after.strip()
@@ -111,7 +109,7 @@ def sum_reward(prompt: Prompt, response: str) -> float:
 
 
 def digits(value: int, width: int) -> str:
-    """A number with its lowest digit first.
+    """A number, lowest digit first.
 
     >>> digits(28, 2)
     '82'
@@ -120,7 +118,7 @@ def digits(value: int, width: int) -> str:
 
 
 def prompt_of(terms: Sequence[int]) -> str:
-    """The sum as a question.
+    """The prompt of a sum.
 
     >>> prompt_of([3, 6, 1, 6])
     'CLMX?'
@@ -129,7 +127,7 @@ def prompt_of(terms: Sequence[int]) -> str:
 
 
 def worked(terms: Sequence[int], *, settings: SumSettings, number: int = 0) -> str:
-    """The response of a teacher; `number` decides where he slips and when he gives up.
+    """The worked solution; `number` seeds its errors.
 
     >>> worked([2, 1], settings=SumSettings())
     '<think>#B200110020#G120030</think><answer>30</answer>'
@@ -150,7 +148,7 @@ def worked(terms: Sequence[int], *, settings: SumSettings, number: int = 0) -> s
 
 
 def split_of(terms: Sequence[int]) -> Split:
-    """Where a sum belongs, decided by its terms alone, whatever their order."""
+    """The split of a sum, which depends on its terms but not on their order."""
     return split_of_key("".join(map(chr, sorted(terms))), _TEST_SHARE)
 
 
@@ -160,6 +158,6 @@ def _letter(place: int, term: int) -> str:
 
 def _terms(settings: SumSettings, draw: int) -> list[int]:
     low, high = settings.terms
-    # Train and test are separated by the terms, so they may be drawn from the same numbers.
+    # The splits are separated by terms, so both may use the same random numbers.
     count = low + int(uniform(settings.seed, draw, _LENGTH) * (high - low + 1))
     return [1 + mix(settings.seed, draw, _LENGTH, place) % _SIDES for place in range(count)]

@@ -1,8 +1,8 @@
-"""One model with its engine and its trainer, on which many schedules are run one after another.
+"""A model with engine and trainer, on which several schedules are run one after another.
 
-Every run begins with the same weights and the same prompts. The loop, the engine and the updates
-are those of a training run. The lengths of the answers are either forced, drawn once for every
-draw of every answer, or decided by the model.
+Every run starts with the same weights and prompts, with the loop, engine and updates of a training
+run. Answer lengths are either forced, sampled once per attempt of every answer, or decided by the
+model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from experiments.warm_up import warm_up
 from sortedrl.config.algorithm import GradientPrecision, Optimisation, OptimiserState
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.train import Lora, PassSettings, TrainSettings
@@ -41,24 +40,26 @@ from sortedrl.training.forward import PackedModel
 from sortedrl.training.lora import add_adapters, trained_parameters
 from sortedrl.training.optimiser import Optimiser
 from sortedrl.training.trainer import PolicyTrainer
-from sortedrl.types import Prompt, TrainBatch, Trajectory, Weights
+from sortedrl.types import Prompt, Segment, TrainBatch, Trajectory, Weights
 
 _SPARE_TOKENS = 64
 _WARM_UP_ANSWERS = 16
+_WARM_UP_PROMPT = 96
+_WARM_UP_CONTEXT = 512
 _GIB = 1 << 30
 _COIN_KEY = 0x636F696E
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What every schedule on a model has in common."""
+    """The workload shared by all schedules on a model."""
 
     slots: int
     group: int
     batch: int
     max_tokens: int
     median: float | None = None
-    """Of the forced lengths; without it the model itself ends its answers."""
+    """Median of the forced lengths; `None`: the model ends its answers itself."""
     sigma: float = 1.0
     seed: int = 0
     learning_rate: float = 1e-6
@@ -66,21 +67,21 @@ class Workload:
     pass_tokens: int = 16384
     task: str = "knights_knaves:people=3-5"
     prompt_tokens: int = 192
-    """Of the prompts of a model without a tokenizer, which are random."""
+    """Length of random prompts, for a model without a tokenizer."""
     optimiser_state: OptimiserState = "fp32"
     gradients: GradientPrecision = "fp32"
     gradient_checkpointing: bool = False
     lora_rank: int | None = None
     is_compiled: bool | None = None
-    """Whether the layers of an update are; by default on a GPU."""
+    """Whether updates use compiled layers; by default on a GPU."""
     cache_gib: float | None = None
-    """At most; by default every slot has room for the longest answer."""
+    """Upper limit; by default enough for the longest answer in every slot."""
     restores: bool = True
-    """Whether every run begins with the first weights, which are kept beside the others, and with a
-    new optimiser."""
+    """Whether every run starts with the initial weights, which are kept in memory, and a new
+    optimiser."""
 
     def lengths(self) -> Lengths | None:
-        """The forced lengths."""
+        """The forced lengths, if any."""
         if self.median is None:
             return None
         settings = LengthSettings(median=self.median, sigma=self.sigma)
@@ -88,7 +89,7 @@ class Workload:
 
 
 class CoinScorer:
-    """Rewards of 0 or 1, thrown for each answer: what is learned does not matter here."""
+    """Random rewards of 0 or 1: learning does not matter here."""
 
     def submit(self, trajectory: Trajectory) -> None:
         """Nothing to do."""
@@ -97,33 +98,33 @@ class CoinScorer:
         """Nothing to do."""
 
     def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """With their rewards."""
+        """The answers with their rewards."""
         return [replace(t, reward=coin(t)) for t in trajectories]
 
 
 def coin(trajectory: Trajectory) -> float:
-    """0 or 1, always the same for a trajectory."""
+    """0 or 1, fixed per trajectory."""
     return float(uniform(trajectory.seed, _COIN_KEY) < 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one run gave."""
+    """The measurements of one run."""
 
     metrics: Metrics
     lengths: Mapping[tuple[int, int], int]
-    """Of every answer that was trained on, by its key."""
+    """Length of every trained answer, by key."""
     update_seconds: float
     hand_over_seconds: float
     gap: float
-    """Mean difference between engine and trainer on fresh tokens, in nats."""
+    """Mean log-probability difference of engine and trainer on fresh tokens, in nats."""
 
 
 class BenchWorld:
-    """A model, ready to be run under any schedule."""
+    """A model, ready for any schedule."""
 
     def __init__(self, model: PreTrainedModel, source: str | None, workload: Workload) -> None:
-        """Everything that takes long is done here, once: engine, compiled layers, graphs."""
+        """Do all slow setup once: engine, compiled layers, graphs."""
         self.workload = workload
         self._lengths = workload.lengths()
         self._model = model
@@ -133,7 +134,7 @@ class BenchWorld:
             checkpoint_layers(model)
             model.train()
         self._rows = _Rows(source, workload, vocabulary=model.config.vocab_size)
-        # The rotary angles are computed for any position; the limit of the file is no limit here.
+        # Rotary embeddings work at any position; the limit of the config does not matter here.
         model.config.max_position_embeddings = 4 * workload.max_tokens
         stops = () if workload.median is not None else model_stop_tokens(model)
         self.engine = NativeEngine(
@@ -160,7 +161,7 @@ class BenchWorld:
 
     @classmethod
     def opened(cls, model: Mapping[str, Any], workload: Workload, *, device: str) -> BenchWorld:
-        """The world of a model of the TOML: a `source` to load, or a `shape` of random weights."""
+        """Open a model of the TOML: a `source` to load, or a `shape` with random weights."""
         dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[workload.precision]
         if "source" in model:
             loaded = load_model(model["source"], dtype=dtype, device=device)
@@ -180,9 +181,9 @@ class BenchWorld:
         events: Path,
         after_update: Callable[[Metrics], None] = lambda metrics: None,
     ) -> Measured:
-        """One schedule, from the first group to the last; its events are written down.
+        """Run one schedule from the first group to the last, and write its event log.
 
-        `after_update` is given the metrics so far.
+        `after_update` receives the metrics so far.
         """
         self._restore()
         trainer = self._trainer(schedule)
@@ -220,8 +221,8 @@ class BenchWorld:
         )
 
     def reference(self, keys: Sequence[tuple[int, int]], *, samples: int = 1) -> list[int]:
-        """The forced lengths of these answers if nothing had interrupted them."""
-        assert self._lengths is not None, "only forced lengths are known beforehand"
+        """The forced lengths of these answers without interruptions."""
+        assert self._lengths is not None, "only forced lengths are known in advance"
         prompts = sorted({prompt for prompt, _ in keys})
         fresh = open_group(
             [Prompt(id=prompt) for prompt in prompts],
@@ -252,7 +253,7 @@ class BenchWorld:
         if self._optimiser is not None and workload.restores:
             self._optimiser.close()
             self._optimiser = None
-            gc.collect()  # the moments of the run before
+            gc.collect()  # the optimiser state of the previous run
         if self._optimiser is None:
             self._optimiser = Optimiser(
                 trained_parameters(self._model),
@@ -280,7 +281,7 @@ class BenchWorld:
 
 
 class _Rows:
-    """Prompts: puzzles where there is a tokenizer, random tokens otherwise."""
+    """Prompts: puzzles with a tokenizer, otherwise random tokens."""
 
     def __init__(self, source: str | None, workload: Workload, *, vocabulary: int) -> None:
         self._workload = workload
@@ -290,7 +291,7 @@ class _Rows:
         self.longest = max(len(row.tokens) for row in self._first(workload.group))
 
     def stream(self, count: int) -> PromptStream:
-        """So many prompts, in the same order every time."""
+        """`count` prompts, always in the same order."""
         return PromptStream(self._first(count), epochs=1, seed=self._workload.seed, position=0)
 
     def _first(self, count: int) -> list[TokenizedRow]:
@@ -312,3 +313,44 @@ class _Rows:
 def _random_tokens(workload: Workload, number: int, vocabulary: int) -> list[int]:
     places = range(workload.prompt_tokens)
     return [mix(workload.seed, number, place) % vocabulary for place in places]
+
+
+def warm_up(engine: NativeEngine, *, max_tokens: int) -> list[Trajectory]:
+    """Run every batch size at growing context lengths; returns answers of all lengths.
+
+    The engine compiles its layers at the first pass, and captures a graph at the second pass of
+    every size.
+    """
+    written: list[Trajectory] = []
+    context = _WARM_UP_CONTEXT
+    while context <= max_tokens:
+        written = _run_down(engine, longest=context - _WARM_UP_PROMPT - 2 * engine.slots)
+        context *= 2
+    return written
+
+
+def _run_down(engine: NativeEngine, *, longest: int) -> list[Trajectory]:
+    """Run twice as many answers as slots, each one token longer than the last; one is long."""
+    count = 2 * engine.slots
+    trajectories = [_trajectory(number, cached=0) for number in range(count - 1)]
+    long = _trajectory(count, cached=max(1, longest))
+    limits = [*(1 + number % engine.slots for number in range(count - 1)), longest + 2 * count]
+    ordered = [long, *trajectories]
+    for trajectory, limit in zip(ordered, [limits[-1], *limits[:-1]], strict=True):
+        sampling = replace(engine.sampling, max_tokens=limit)
+        engine.submit([trajectory], tolerance=None, sampling=sampling)
+    finished: list[Trajectory] = []
+    while len(finished) < count:
+        finished += engine.step().finished
+    return finished
+
+
+def _trajectory(number: int, *, cached: int) -> Trajectory:
+    tokens = _counted(cached, first=number)
+    segments = (Segment(tokens, [0.0] * cached, 0),) if cached else ()
+    prompt = Prompt(id=number, tokens=_counted(_WARM_UP_PROMPT, first=7 * number))
+    return Trajectory(prompt=prompt, sample_index=0, group=0, seed=number, segments=segments)
+
+
+def _counted(count: int, *, first: int) -> Sequence[int]:
+    return [(first + 31 * place) % 1000 for place in range(count)]

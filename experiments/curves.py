@@ -1,7 +1,7 @@
-"""The learning curve of a run: its held-out scores, against what each of them took.
+"""The learning curve of a run: held-out scores over samples, tokens and seconds.
 
-A point stands after an evaluation. What happened between two points (lengths, staleness) belongs
-to the later one, so the windows of a curve cover the run without a gap and without an overlap.
+There is a point for each evaluation. Means between two points (lengths, staleness) belong to the
+later one, so the windows of a curve cover the run without gaps and overlaps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sortedrl.errors import DataError
 from sortedrl.report.record import number
 
 Along = Literal["samples", "trained_tokens", "decoded_tokens", "seconds"]
-"""What a score can have taken."""
+"""The costs of a score."""
 _TASK = "evaluation/"
 _OVER_TASKS = ("evaluation/score", "evaluation/length")
 ALONG: tuple[Along, ...] = ("samples", "trained_tokens", "decoded_tokens", "seconds")
@@ -27,7 +27,7 @@ ALONG: tuple[Along, ...] = ("samples", "trained_tokens", "decoded_tokens", "seco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """An evaluation, and what was trained on from the one before it up to it."""
+    """An evaluation, and the training since the previous one."""
 
     update: int
     samples: int
@@ -35,13 +35,13 @@ class CurvePoint:
     trained_tokens: int
     decoded_tokens: int
     seconds: float
-    """Of the run's clock, which stands still while the model is evaluated."""
+    """Training time, without evaluations."""
     score: float
     """Share of right answers to the held-out prompts."""
     held_out_length: float
-    """Mean length of these answers, which nobody interrupts."""
+    """Mean length of these answers, which are never interrupted."""
     trained_length: float | None
-    """Mean length of what was trained on since the point before."""
+    """Mean length of the answers trained since the previous point."""
     reward: float | None
     """Mean reward of the same answers."""
     staleness: float | None
@@ -55,25 +55,25 @@ class CurvePoint:
     ratio_p99: float | None = None
     """Largest 99 % quantile of an update's importance ratios."""
     by_task: Mapping[str, float] = field(default_factory=dict)
-    """The score of each task, where there are several."""
+    """The score of each task, if there are several."""
 
 
 def curve(folder: Path) -> list[CurvePoint]:
-    """The curve that a run's folder tells."""
+    """Read the curve of a run folder."""
     points = list(_points(read_metrics(folder / "metrics.jsonl")))
     if not points:
         raise DataError(
             folder,
-            "must hold a run that was evaluated, but its metrics have no score; set "
+            "must be a run with evaluations, but its metrics have no score; set "
             "evaluation.tasks and run it again",
         )
     return points
 
 
 def reached(points: Sequence[CurvePoint], target: float, *, along: Along) -> float | None:
-    """What it took to come to a score for the first time; `None` if it never did.
+    """The cost to reach a score for the first time; `None` if never reached.
 
-    Between its points the curve is straight.
+    The curve is interpolated linearly.
     """
     if points and points[0].score >= target:
         return _place(points[0], along)
@@ -86,7 +86,7 @@ def reached(points: Sequence[CurvePoint], target: float, *, along: Along) -> flo
 
 
 def mean_score(points: Sequence[CurvePoint]) -> float:
-    """The mean height of the curve over the samples: what was learnt, and how early."""
+    """The mean score over the samples, which rewards early learning."""
     width = points[-1].samples - points[0].samples
     if not width:
         return points[-1].score
@@ -95,9 +95,9 @@ def mean_score(points: Sequence[CurvePoint]) -> float:
 
 
 def written_length(points: Sequence[CurvePoint]) -> float:
-    """The mean length that the policy writes, over the samples that it was trained on.
+    """The mean length that the policy generates, over the samples.
 
-    Of each window it is the mean of the held-out lengths at its two ends.
+    Each window counts with the mean of the held-out lengths at its two ends.
     """
     windows = [
         (after.samples - before.samples, (after.held_out_length + before.held_out_length) / 2)
@@ -110,7 +110,7 @@ def written_length(points: Sequence[CurvePoint]) -> float:
 
 
 def run_numbers(folder: Path, *, targets: Sequence[float]) -> dict[str, Any]:
-    """Everything a table says of a run, with its curve, as JSON can hold it."""
+    """All numbers of a run for the tables, with its curve, as JSON values."""
     points = curve(folder)
     figures = measure(read_events(folder / "events.jsonl")).run
     written = written_length(points)
@@ -133,7 +133,7 @@ def run_numbers(folder: Path, *, targets: Sequence[float]) -> dict[str, Any]:
 
 
 def points_of(curve_rows: Sequence[Mapping[str, Any]]) -> list[CurvePoint]:
-    """The curve that a result holds."""
+    """The curve of a result."""
     return [CurvePoint(**row) for row in curve_rows]
 
 
@@ -200,7 +200,7 @@ def _total(rows: Sequence[Mapping[str, Value]], name: str) -> float:
 
 
 def _logged(rows: Sequence[Mapping[str, Value]], name: str) -> list[float]:
-    """Of the rows that have it: a run of fresh tokens logs no importance ratios."""
+    """The values of rows that have it: on-policy runs log no importance ratios."""
     return [value for row in rows if (value := number(row, name)) is not None]
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from experiments.pieces import Piece, Setup
+from experiments.trials import Setup, Trial
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.meter import length_bias, numbers
 from sortedrl.simulate.compare import simulate
@@ -22,8 +22,8 @@ _MARGIN = 1.1
 _PROMPT_TOKENS = 192
 
 
-def pieces(setup: Setup) -> list[Piece]:
-    """One piece for each model and schedule; a model is opened with its first one."""
+def trials(setup: Setup) -> list[Trial]:
+    """One trial for each model and schedule; a model is loaded with its first trial."""
     found = []
     for model in setup.settings["run"]:
         about = setup.settings["models"][model]
@@ -32,8 +32,8 @@ def pieces(setup: Setup) -> list[Piece]:
             schedule = schedule_of(arm, setup.settings["workload"])
             seconds = _MARGIN * expected_seconds(arm, setup.settings["workload"], about["costs"])
             found.append(
-                Piece(
-                    name=f"{model}--{piece_name(schedule)}",
+                Trial(
+                    name=f"{model}--{trial_name(schedule)}",
                     seconds=seconds,
                     run=partial(_with_bias, setup, world, model, schedule, arm["groups"]),
                 )
@@ -42,12 +42,12 @@ def pieces(setup: Setup) -> list[Piece]:
 
 
 def arms_of(arms: Sequence[Mapping[str, Any]], model: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The arms as one model runs them: it may have other numbers of `groups`, by their names."""
+    """The arms of one model, which may override the number of `groups` by name."""
     groups = model.get("groups", {})
     default = {"group": 1, "batch": 1, "tolerance": 0.0}
-    names = [piece_name(schedule_of(arm, default)) for arm in arms]
+    names = [trial_name(schedule_of(arm, default)) for arm in arms]
     if unknown := sorted(set(groups) - set(names)):
-        raise ValueError(f"groups of no arm: {', '.join(unknown)} (there are {', '.join(names)})")
+        raise ValueError(f"groups must name arms, got {', '.join(unknown)} (of {', '.join(names)})")
     return [
         {**arm, "groups": groups.get(name, arm["groups"])}
         for arm, name in zip(arms, names, strict=True)
@@ -67,10 +67,10 @@ def schedule_of(arm: Mapping[str, Any], workload: Mapping[str, Any]) -> Schedule
     )
 
 
-def piece_name(schedule: Schedule) -> str:
-    """The name of a schedule as a file can have it.
+def trial_name(schedule: Schedule) -> str:
+    """The name of a schedule, usable in a file name.
 
-    >>> piece_name(Schedule(mode="partial", lookahead=1))
+    >>> trial_name(Schedule(mode="partial", lookahead=1))
     'sorted-partial-1'
     """
     mode = "" if schedule.strategy == "sync" else f"-{schedule.mode}"
@@ -101,13 +101,13 @@ def simulation_of(
 def expected_seconds(
     arm: Mapping[str, Any], workload: Mapping[str, Any], costs: Mapping[str, float]
 ) -> float:
-    """What the simulator expects a run to take."""
+    """The simulated time of a run."""
     simulation = simulation_of(arm, workload, costs, prompt_tokens=_PROMPT_TOKENS)
     return simulate(simulation).metrics.run.seconds
 
 
 def opener(setup: Setup, about: Mapping[str, Any]) -> Callable[[], BenchWorld]:
-    """Opens the world of a model when it is first needed, and once."""
+    """Opens a model once, when it is first needed."""
 
     @cache
     def opened() -> BenchWorld:
@@ -128,8 +128,8 @@ def measured_arm(
     schedule: Schedule,
     groups: int,
 ) -> tuple[Measured, dict[str, Any]]:
-    """One schedule run on a model, and its numbers; the events stay in the scratch folder."""
-    folder = setup.scratch / f"{model}--{piece_name(schedule)}"
+    """Run one schedule on a model; events are kept in the scratch folder."""
+    folder = setup.scratch / f"{model}--{trial_name(schedule)}"
     folder.mkdir(parents=True, exist_ok=True)
     measured = world.run(schedule, groups=groups, events=folder / "events.jsonl")
     given = {name: value for name, value in asdict(schedule).items() if value is not None}
@@ -160,7 +160,7 @@ def _with_bias(
 
 
 def outcome(measured: Measured) -> dict[str, Any]:
-    """The numbers of a run, as JSON can hold them."""
+    """The numbers of a run, as JSON values."""
     metrics = measured.metrics
     return {
         "run": numbers(metrics.run),

@@ -1,4 +1,4 @@
-"""The efficiency table as the results page shows it, with what was aimed at."""
+"""The efficiency table on the results page, with its targets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from experiments.efficiency import schedule_of
 from experiments.markdown import caption, percent, table
-from experiments.pieces import ROOT
 from experiments.record import Record
+from experiments.trials import ROOT
 from sortedrl.config.parsing import read_toml
 
 _HEAD = (
     "schedule",
     "groups",
     "bubble, %",
-    "bubble of a group, least to most, %",
+    "bubble of a group, min to max, %",
     "steady bubble, %",
     "goodput, tokens/s",
     "x sync",
@@ -33,11 +33,11 @@ _LEDGER = (
     "prefilled again",
     "length bias",
     "KS distance",
-    "staleness, mean and most",
+    "staleness, mean and max",
     "updates",
     "update s",
     "weight sync s",
-    "engine and trainer apart, nats",
+    "engine-trainer gap, nats",
 )
 _ORDER = ("sync", "posthoc", "sorted", "tail_batching", "april", "ungrouped")
 
@@ -67,9 +67,8 @@ def _model(model: str, records: Sequence[Record]) -> str:
         f"{load['median']:g} and sigma {load['sigma']:g}, at most {load['max_tokens']:,} tokens; "
         f"real updates (REINFORCE++, AdamW, learning rate {load['learning_rate']:g}), tolerance "
         f"{load['tolerance']:g} in coupled mode; seed {load['seed']}, one run each. "
-        "A steady state begins when the first group is closed and ends when the last one is "
-        "loaded, so it is shown where groups overlap; without lookahead a run is a row of "
-        "groups that are all alike."
+        "The steady state lasts from the close of the first group to the load of the last one; it "
+        "is shown if groups overlap."
     )
     rows = [_row(record.numbers, sync) for record in records]
     ledger = [_ledger(record.numbers) for record in records]
@@ -113,7 +112,7 @@ def _ledger(numbers: Mapping[str, Any]) -> list[str]:
 
 
 def _aims(records: Sequence[Record], sync: Mapping[str, Any]) -> str:
-    """What was aimed at, and what came of it; all against `sync` of the same run."""
+    """The targets and the results, relative to `sync` of the same run."""
     rows = []
     for record in records:
         numbers, arm = record.numbers, record.numbers["arm"]

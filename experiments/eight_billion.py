@@ -1,8 +1,7 @@
-"""RL of the LLaMA-3.1-8B shape on one card: memory, speed of rollout and update, schedules.
+"""RL of the LLaMA-3.1-8B shape on one GPU: memory, rollout and update speed, schedules.
 
-Weights are random and made on the device in 16 bits, answers have forced lengths, updates are real.
-All schedules run on one model, engine and optimiser, one after another; the row with adapters has
-its own.
+Weights are random and created on the device in 16 bits, answers have forced lengths, updates are
+real. All schedules share one model, engine and optimiser; the row with adapters has its own.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from experiments.efficiency import expected_seconds, outcome, piece_name, schedule_of
+from experiments.efficiency import expected_seconds, outcome, schedule_of, trial_name
 from experiments.markdown import caption, percent, table
-from experiments.pieces import Piece, Setup
 from experiments.record import Record
+from experiments.trials import Setup, Trial
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.meter import Metrics, length_bias
 from sortedrl.report.terminal import tell
@@ -29,8 +28,8 @@ _MARGIN = 1.1
 _GIB = 1 << 30
 
 
-def pieces(setup: Setup) -> list[Piece]:
-    """One piece for each arm; a world is opened with its first one."""
+def trials(setup: Setup) -> list[Trial]:
+    """One trial for each arm; a world is opened with its first one."""
     worlds = _Worlds(setup)
     about, workload = setup.settings["model"], setup.settings["workload"]
     found = []
@@ -42,8 +41,8 @@ def pieces(setup: Setup) -> list[Piece]:
         start = 0.0 if lora_rank in opened else about["start_seconds"]
         opened.add(lora_rank)
         found.append(
-            Piece(
-                name=piece_name(schedule) + ("" if lora_rank is None else f"-lora-{lora_rank}"),
+            Trial(
+                name=trial_name(schedule) + ("" if lora_rank is None else f"-lora-{lora_rank}"),
                 seconds=start + _MARGIN * expected_seconds(given, workload, about["costs"]),
                 run=partial(
                     _run, setup, worlds, schedule, groups=arm["groups"], lora_rank=lora_rank
@@ -54,7 +53,7 @@ def pieces(setup: Setup) -> list[Piece]:
 
 
 class _Worlds:
-    """The model with or without adapters: one of them at a time."""
+    """The model with or without adapters, one at a time."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -62,7 +61,7 @@ class _Worlds:
         self._world: BenchWorld | None = None
 
     def opened(self, lora_rank: int | None) -> BenchWorld:
-        """The world with adapters of this rank; the other one is dropped."""
+        """The model with adapters of this rank; any other is freed."""
         from experiments.bench_world import BenchWorld, Workload
 
         if self._world is not None and self._lora_rank == lora_rank:
@@ -79,7 +78,7 @@ class _Worlds:
         )
         self._lora_rank = lora_rank
         taken = _memory(self._setup.device)["reserved_gib"]
-        tell(f"ready after {time.monotonic() - began:.1f} s; {taken:.1f} GiB are taken")
+        tell(f"ready after {time.monotonic() - began:.1f} s; {taken:.1f} GiB used")
         return self._world
 
 
@@ -87,7 +86,7 @@ def _run(
     setup: Setup, worlds: _Worlds, schedule: Schedule, *, groups: int, lora_rank: int | None
 ) -> dict[str, Any]:
     world = worlds.opened(lora_rank)
-    name = piece_name(schedule) + ("" if lora_rank is None else f"-lora-{lora_rank}")
+    name = trial_name(schedule) + ("" if lora_rank is None else f"-lora-{lora_rank}")
     folder = setup.scratch / name
     folder.mkdir(parents=True, exist_ok=True)
     _reset_peak(setup.device)
@@ -115,7 +114,7 @@ def _run(
         "memory": _memory(setup.device),
         "length_bias": bias.ratio,
     }
-    sync = {record.piece: record for record in setup.results.read(setup.table)}.get("sync")
+    sync = {record.trial: record for record in setup.results.read(setup.table)}.get("sync")
     before = found if schedule.strategy == "sync" else None if sync is None else sync.numbers
     if before is not None:
         found["ratio_to_sync"] = _window(found)["goodput"] / _window(before)["goodput"]
@@ -127,7 +126,7 @@ def _run(
 
 
 def _window(numbers: Mapping[str, Any]) -> Mapping[str, float]:
-    """The steady state where the next group begins early; otherwise all groups are alike."""
+    """The steady state if groups overlap; otherwise the whole run, whose groups are alike."""
     has_steady = numbers["arm"]["lookahead"] and numbers["steady"]
     window: Mapping[str, float] = numbers["steady"] if has_steady else numbers["run"]
     return window
@@ -195,7 +194,7 @@ def _reset_peak(device: str) -> None:
 
 
 def _memory(device: str) -> dict[str, float]:
-    """Of the GPU: what tensors took at most, and what torch holds now."""
+    """Peak memory of tensors, and the memory that torch holds now."""
     import torch
 
     if not device.startswith("cuda"):

@@ -1,6 +1,6 @@
 """Table 6b: one TRL script, with TRL's `GRPOTrainer` on vLLM and with `SortedGRPOTrainer`.
 
-Each piece is one run of benchmarks/trl_grpo.py in a process of its own.
+Each trial is one run of benchmarks/trl_grpo.py in its own process.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from experiments.markdown import caption, percent, table
-from experiments.pieces import ROOT, Piece, Setup
 from experiments.record import Record
+from experiments.trials import ROOT, Setup, Trial
 
 HEAD = (
     "model",
@@ -44,10 +44,10 @@ _PRESETS = {
 _LIBRARIES = ("trl", "vllm", "transformers", "torch")
 
 
-def pieces(setup: Setup) -> list[Piece]:
-    """One piece for each run of the settings."""
+def trials(setup: Setup) -> list[Trial]:
+    """One trial for each run of the settings."""
     return [
-        Piece(
+        Trial(
             name=f"{run['preset']}-{run['arm']}".replace(".", "_"),
             seconds=run["seconds"],
             run=partial(_run, setup, run),

@@ -1,15 +1,14 @@
 """Learning curves: the same warm start and the same prompts under several schedules.
 
-A piece is one training run: an algorithm, an arm (a schedule) and a seed. The warm start of a seed
-is made once and reused by all its arms; whoever comes first makes it, the others wait for it.
-A run that was cut goes on from its checkpoint, and its clock with it.
+A trial is one training run: an algorithm, an arm (a schedule) and a seed. The warm start of a seed
+is created by its first arm, under a file lock, and shared by the others. An interrupted run resumes
+from its checkpoint, and so does its clock.
 
 The TOML of a table has the settings of `sortedrl sft` in [warm] and those of `sortedrl train` in
-[train]; each of [algorithms.NAME] is laid over [train], each of [arms.NAME] over its schedule. An
-algorithm that is not for all schedules names those it is for in `arms`.
-A table without [warm] starts from `model`.
-In texts {seed} stands for the seed, {rows} for the folder of the generated rows, which [sums.NAME]
-and [questions.NAME] describe, {model} for `model`, and {root} for the folder of the project.
+[train]. [algorithms.NAME] overrides [train], and [arms.NAME] overrides its schedule; an algorithm
+may restrict its schedules with `arms`. A table without [warm] starts from `model`.
+Strings may contain {seed}, {rows} (the folder of the rows generated from [sums.NAME] and
+[questions.NAME]), {model} and {root} (the project folder).
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from typing import Any
 
 from experiments.arithmetic import SumSettings, sum_rows
 from experiments.curves import run_numbers
-from experiments.pieces import ROOT, Piece, Setup
 from experiments.questions import QuestionSettings, question_rows
-from experiments.settings import merged
+from experiments.trials import ROOT, Setup, Trial, merged
 from sortedrl.config.parsing import settings_over
 from sortedrl.config.train import SupervisedSettings, TrainSettings
 from sortedrl.core.files import read_metrics, write_whole
@@ -43,34 +41,34 @@ class Arm:
 
     algorithm: str
     name: str
-    """The schedule, as the TOML calls it."""
+    """The name of the schedule in the TOML."""
     seed: int
 
     @property
-    def piece(self) -> str:
-        """The name of its piece."""
+    def trial(self) -> str:
+        """The name of its trial."""
         return f"{self.algorithm}-{self.name}-{self.seed}"
 
 
-def pieces(setup: Setup) -> list[Piece]:
-    """The warm starts first, then the runs, those of a seed together.
+def trials(setup: Setup) -> list[Trial]:
+    """Warm starts first, then the runs, grouped by seed.
 
-    So runs that are compared have the same neighbours on the device.
+    Runs that are compared then share the device with the same neighbours.
     """
     seconds = setup.settings["seconds"]
     made = [
-        Piece(name=f"warm-{seed}", seconds=seconds["warm"], run=partial(warm_numbers, setup, seed))
+        Trial(name=f"warm-{seed}", seconds=seconds["warm"], run=partial(warm_numbers, setup, seed))
         for seed in setup.settings["seeds"]
         if "warm" in setup.settings
     ]
     for arm in arms(setup.settings):
         run = partial(arm_numbers, setup, arm)
-        made.append(Piece(name=arm.piece, seconds=seconds["run"], run=run))
+        made.append(Trial(name=arm.trial, seconds=seconds["run"], run=run))
     return made
 
 
 def arms(settings: Mapping[str, Any]) -> list[Arm]:
-    """The runs of a table, in the order in which they are made."""
+    """The runs of a table, in order."""
     return [
         Arm(algorithm=algorithm, name=name, seed=seed)
         for seed in settings["seeds"]
@@ -80,7 +78,7 @@ def arms(settings: Mapping[str, Any]) -> list[Arm]:
 
 
 def warm_numbers(setup: Setup, seed: int) -> dict[str, Any]:
-    """The warm start of a seed in numbers."""
+    """The numbers of the warm start of a seed."""
     folder = warmed(setup, seed).parent
     rows = read_metrics(folder / "metrics.jsonl")
     tenth = rows[-max(1, len(rows) // 10) :]
@@ -95,11 +93,11 @@ def warm_numbers(setup: Setup, seed: int) -> dict[str, Any]:
 
 
 def arm_numbers(setup: Setup, arm: Arm) -> dict[str, Any]:
-    """A run in numbers: made, gone on with where it was cut, or only read where it is complete."""
+    """The numbers of a run, which is started, resumed, or only read if complete."""
     model = warmed(setup, arm.seed)
     settings = train_settings(setup, arm, model=model)
     folder = RunFolder(settings.out)
-    # A run that came to its end has exported its model.
+    # A finished run has exported its model.
     if not folder.model.exists():
         _leave_uncompiled(setup)
         ending = train(settings, is_resumed=folder.holds_run)
@@ -117,14 +115,14 @@ def arm_numbers(setup: Setup, arm: Arm) -> dict[str, Any]:
 
 
 def train_settings(setup: Setup, arm: Arm, *, model: Path) -> TrainSettings:
-    """The settings of a run that begins with this model."""
+    """The settings of a run that starts with this model."""
     given = setup.settings
     algorithm = {k: v for k, v in given["algorithms"][arm.algorithm].items() if k != "arms"}
     table = merged(given["train"], algorithm)
     table = merged(table, {"schedule": given["arms"][arm.name]})
     fixed = {
         "model": str(model),
-        "out": str(setup.scratch / arm.piece),
+        "out": str(setup.scratch / arm.trial),
         "seed": arm.seed,
         "device": setup.device,
     }
@@ -140,7 +138,7 @@ def warm_settings(setup: Setup, seed: int) -> SupervisedSettings:
 
 
 def warmed(setup: Setup, seed: int) -> Path:
-    """The model that the runs of a seed start from; it and the rows are made where missing."""
+    """The warm-started model of a seed; trains it and generates the rows if missing."""
     with _alone(setup.scratch / f"warm-{seed}.lock"):
         _write_rows(setup, seed)
         if "warm" not in setup.settings:
@@ -149,7 +147,8 @@ def warmed(setup: Setup, seed: int) -> Path:
         folder = RunFolder(settings.out)
         is_done = settings.out / "is_done"
         if not is_done.exists():
-            # One that was cut begins anew, and must not be taken for a second one.
+            # An interrupted warm start is restarted; its folder must not be mistaken for another
+            # run.
             folder.config.unlink(missing_ok=True)
             _leave_uncompiled(setup)
             if not warm_start(settings).is_complete:
@@ -159,7 +158,7 @@ def warmed(setup: Setup, seed: int) -> Path:
 
 
 def filled(table: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:
-    """The settings with their texts filled in.
+    """Replace the placeholders in the strings of settings.
 
     >>> filled({"model": "tiny:seed={seed}", "epochs": 2}, {"seed": "7"})
     {'model': 'tiny:seed=7', 'epochs': 2}
@@ -176,7 +175,7 @@ def _filled(value: object, places: Mapping[str, str]) -> object:
 
 
 def _places(setup: Setup, seed: int) -> dict[str, str]:
-    """What texts of the TOML can name."""
+    """The placeholders of the TOML."""
     return {
         "seed": str(seed),
         "rows": str(_rows_folder(setup, seed)),
@@ -190,7 +189,7 @@ def _rows_folder(setup: Setup, seed: int) -> Path:
 
 
 def _write_rows(setup: Setup, seed: int) -> None:
-    """Generate the rows of a seed, where the table has any; `seed` in the TOML is added to it."""
+    """Generate the rows of a seed, if the table has any; `seed` in the TOML is an offset."""
     makers: dict[str, Callable[[dict[str, Any]], list[dict[str, object]]]] = {
         "sums": lambda given: sum_rows(SumSettings(**given)),
         "questions": lambda given: question_rows(QuestionSettings(**given)),
@@ -207,7 +206,7 @@ def _write_rows(setup: Setup, seed: int) -> None:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Wait until no other process is here; a process that dies lets the next one in."""
+    """Hold a file lock; it is released if the process dies."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -215,7 +214,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _leave_uncompiled(setup: Setup) -> None:
-    """Leave torch.compile out, unless the table wants it: each of many short runs would compile."""
+    """Disable torch.compile unless the table enables it: each short run would compile again."""
     if not setup.settings.get("compiled", False):
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
 

@@ -1,4 +1,4 @@
-"""The learning tables as the results page shows them, with their pictures."""
+"""The learning tables on the results page, with their charts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from experiments.learning_rows import (
     target_table,
 )
 from experiments.markdown import caption
-from experiments.pieces import ROOT
 from experiments.record import Record
+from experiments.trials import ROOT
 from sortedrl.config.parsing import read_toml
 
 _SAMPLES, _SECONDS, _LENGTH, _ENTROPY = "score-samples", "score-seconds", "length", "entropy"
@@ -37,7 +37,7 @@ def logic(records: Sequence[Record], by_group: Sequence[Record], faster: Sequenc
 def _variant(title: str, records: Sequence[Record]) -> list[str]:
     rows = arm_rows(records, _settings("learning_logic"))
     return [
-        f"### {title}\n\n{caption(records)}\nAll else is as above.",
+        f"### {title}\n\n{caption(records)}\nOtherwise as above.",
         score_table(rows),
     ]
 
@@ -48,7 +48,7 @@ def maths(records: Sequence[Record]) -> str:
 
 
 def questions(records: Sequence[Record]) -> str:
-    """A pre-trained model on small questions, with lengths of its own."""
+    """A pre-trained model on small questions, with natural lengths."""
     shown = [_tables(records, "learning_questions")]
     rows = arm_rows(records, _settings("learning_questions"))
     shown += [
@@ -58,7 +58,7 @@ def questions(records: Sequence[Record]) -> str:
 
 
 def drawn(records: Sequence[Record], name: str, *, folder: Path) -> list[Path]:
-    """Draw the pictures that the tables show; all others are removed again."""
+    """Draw the charts that the tables show, and remove all others."""
     paths = figures(records, _settings(name), folder=folder, name=name)
     for path in paths:
         if not path.stem.endswith((*_curves(records), _LENGTH, _ENTROPY)):
@@ -74,12 +74,10 @@ def _tables(records: Sequence[Record], name: str) -> str:
     at_once = max(run["runs_at_once"] for run in runs)
     load = "one run at a time"
     if at_once > 1:
-        load = (
-            f"{at_once} runs at a time share it, so seconds compare the arms with each other only"
-        )
+        load = f"{at_once} concurrent runs share it, so seconds are comparable between arms only"
     parts = [
-        f"{caption(records)}\nSeeds {', '.join(map(str, seeds))}: a cell is the mean over them, "
-        f"with the least and the most; {load}.",
+        f"{caption(records)}\nSeeds {', '.join(map(str, seeds))}: a cell is the mean over seeds, "
+        f"with minimum and maximum; {load}.",
         *(
             _picture(name, algorithm, ending)
             for algorithm in _algorithms(rows)
@@ -87,8 +85,8 @@ def _tables(records: Sequence[Record], name: str) -> str:
         ),
         score_table(rows),
         *_targets(rows, settings),
-        "Lengths, in tokens. *Written* are held-out answers, which nobody interrupts, over the "
-        "course of the run; length bias is what was trained on over what is written:",
+        "Lengths, in tokens. *Written* are held-out answers, which are never interrupted, over the "
+        "course of the run; length bias is the trained length over the written one:",
         length_table(rows),
         *(_picture(name, algorithm, _LENGTH) for algorithm in _algorithms(rows)),
     ]
@@ -106,7 +104,7 @@ def _targets(rows: Sequence[LearningRow], settings: Mapping[str, Any]) -> list[s
 
 
 def _curves(records: Sequence[Record]) -> tuple[str, ...]:
-    """Scores over samples; over seconds only on a GPU, which nobody else uses meanwhile."""
+    """Scores over samples; over seconds only on a GPU, which is used exclusively."""
     is_gpu = all("NVIDIA" in record.machine["device"] for record in records)
     return (_SAMPLES, _SECONDS) if is_gpu else (_SAMPLES,)
 

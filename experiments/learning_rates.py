@@ -1,7 +1,7 @@
-"""Table 3e: small update batches on a CPU, at several learning rates, with and without a repair.
+"""Table 3e: small update batches on a CPU, at several learning rates, with and without mitigations.
 
-An algorithm of its TOML is named `VARIANT_RATE`: what REINFORCE++ whitens rewards over or what is
-done against stale tokens, and the learning rate.
+An algorithm of its TOML is named `VARIANT_RATE`: the whitening of REINFORCE++ or a mitigation of
+stale tokens, and the learning rate.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
 
-from experiments.learning import pieces
 from experiments.learning_seeds import difference
 from experiments.markdown import caption, percent, table
 from experiments.record import Record
-
-__all__ = ["HEAD", "pieces", "rows", "section"]
 
 _VARIANTS = {
     "batch": "",
@@ -46,7 +43,7 @@ def section(records: Sequence[Record]) -> str:
 
 
 def rows(records: Sequence[Record]) -> list[list[str]]:
-    """The table's lines, by rate, then as the arms came first in the results."""
+    """The table's rows, by rate, then by the first occurrence of the arm."""
     arms: dict[tuple[str, str, str], dict[int, Mapping[str, Any]]] = {}
     for record in records:
         variant, _, rate = record.numbers["algorithm"].partition("_")

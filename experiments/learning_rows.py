@@ -1,7 +1,7 @@
-"""The results of a learning table as rows and pictures: one row, one line for each arm.
+"""The results of a learning table as rows and charts: one row and one line per arm.
 
-A cell is the mean over the seeds with the least and the most; a score that not every seed came
-to says how many did, and its mean is over those. Ratios to the baseline are taken seed by seed,
+A cell is the mean over the seeds with minimum and maximum; if not every seed reached a score, the
+cell says how many did, and the mean is over those. Ratios to the baseline are computed per seed,
 because the arms of a seed share their warm start, prompts and held-out questions.
 """
 
@@ -20,35 +20,35 @@ from sortedrl.report.charts.curves import curves
 from sortedrl.report.record import Line, SeedGroup, seed_series
 
 BASELINE = "sync"
-"""The arm that the others are compared with."""
+"""The baseline arm."""
 
 Numbers = Mapping[str, Any]
-"""What a result says of a run."""
+"""The numbers of a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A number over the seeds; `None` for a seed that does not have it."""
+    """A value per seed; `None` if missing."""
 
     values: tuple[float | None, ...]
 
     @property
     def known(self) -> tuple[float, ...]:
-        """The values of the seeds that have one."""
+        """The values that are not missing."""
         return tuple(value for value in self.values if value is not None)
 
     @property
     def mean(self) -> float | None:
-        """Over the seeds that have a value; `None` if none has."""
+        """The mean over seeds with a value; `None` if none has one."""
         known = self.known
         return sum(known) / len(known) if known else None
 
     def scaled(self, factor: float) -> Cell:
-        """The same numbers times a factor."""
+        """The values times a factor."""
         return Cell(tuple(None if value is None else factor * value for value in self.values))
 
     def text(self, form: str) -> str:
-        """The mean, with the least and the most in brackets, each written like `form`.
+        """The mean, with minimum and maximum in brackets, in the format `form`.
 
         >>> Cell((2.0, 4.0)).text(",.0f"), Cell((2.0, None)).text(".1f"), Cell((None,)).text("g")
         ('3 (2 to 4)', '2.0 (1 of 2 seeds)', 'not reached')
@@ -74,12 +74,12 @@ class LearningRow:
     schedule: str
     seeds: tuple[int, ...]
     cells: Mapping[str, Cell]
-    """By column: those of `COLUMNS`, and for each target what it took to come to it."""
+    """By column: those of `COLUMNS`, and the cost to reach each target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A number of a run, and how it is written."""
+    """A number of a run, and its format."""
 
     key: str
     title: str
@@ -111,7 +111,7 @@ COLUMNS = (*SCORES, *LENGTHS)
 
 
 def arm_rows(records: Sequence[Record], settings: Mapping[str, Any]) -> list[LearningRow]:
-    """The rows of a table, in the order of its TOML; arms without a result have none."""
+    """The rows of a table, in the order of its TOML; arms without results have none."""
     runs = [record.numbers for record in records if record.numbers["kind"] == "run"]
     rows = []
     for algorithm in settings["algorithms"]:
@@ -150,14 +150,14 @@ def target_table(rows: Sequence[LearningRow], target: float) -> str:
 
 
 def target_key(target: float, along: str) -> str:
-    """The column of what it took to come to a score."""
+    """The column of the cost to reach a score."""
     return f"{target:g}/{along}"
 
 
 def figures(
     records: Sequence[Record], settings: Mapping[str, Any], *, folder: Path, name: str
 ) -> list[Path]:
-    """Write the pictures of a table: score and lengths, one line for each arm."""
+    """Write the charts of a table: scores and lengths, one line per arm."""
     pictures: tuple[tuple[str, str, str, str, _Drawn], ...] = (
         ("score-samples", "Right answers to held-out prompts", "answers trained on", "", _scores),
         ("score-seconds", "Right answers to held-out prompts", "seconds", "", _scores_in_time),
@@ -212,7 +212,7 @@ def _entropy(points: Sequence[CurvePoint]) -> Line:
 def _lines(
     records: Sequence[Record], settings: Mapping[str, Any], *, algorithm: str, drawn: _Drawn
 ) -> tuple[list[SeedGroup], list[Line]]:
-    """The line of each run, and which of them belong to one arm."""
+    """The line of each run, and the groups of seeds of an arm."""
     runs = [record.numbers for record in records if record.numbers["kind"] == "run"]
     groups: list[SeedGroup] = []
     lines: list[Line] = []
@@ -272,7 +272,7 @@ def _ratio(
     baseline: Mapping[int, Numbers],
     of: Callable[[Numbers], float | None],
 ) -> Cell:
-    """Each seed's number over the baseline's of the same seed, where both have one."""
+    """Each seed's value over that of the baseline, if both have one."""
     values: list[float | None] = []
     for seed, numbers in own.items():
         above, below = of(numbers), of(baseline[seed]) if seed in baseline else None
@@ -281,7 +281,7 @@ def _ratio(
 
 
 def _markdown(rows: Sequence[LearningRow], columns: Sequence[Column]) -> str:
-    """A table; the algorithm is named where there are several."""
+    """A Markdown table; with a column for the algorithm if there are several."""
     several = len({row.algorithm for row in rows}) > 1
     head = [*(["algorithm"] if several else []), "schedule", *(c.title for c in columns)]
     return table(

@@ -1,8 +1,8 @@
-"""Table 3b: order and freshness separated, with as many seeds as it takes.
+"""Table 3b: order and freshness separated, over many seeds.
 
-Runs of one seed share their warm start, prompts and noise, so arms are compared seed by seed: a
-difference is a mean over seeds with its 95 % interval (Student's t). What a score took is a median
-over seeds, as not every run reaches it, and its ratio has a bootstrap interval over seeds.
+Runs of one seed share their warm start, prompts and noise, so arms are compared per seed: a
+difference is a mean over seeds with its 95 % interval (Student's t). The cost of a score is a
+median over seeds, as not every run reaches it, and its ratio has a bootstrap interval over seeds.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from random import Random
 from statistics import NormalDist, mean, median, stdev
 from typing import Any
 
-from experiments.learning import pieces
 from experiments.markdown import caption, percent, table
 from experiments.record import Record
-
-__all__ = ["difference", "pieces", "section"]
 
 Runs = Mapping[int, Mapping[str, Any]]
 
@@ -105,10 +102,9 @@ def _against(arms: Mapping[str, Runs], name: str, other: str, *, key: str) -> st
 
 
 def samples_ratio(runs: Runs, others: Runs, target: str) -> str:
-    """The ratio of the median samples that a score took, over the seeds that both have.
+    """The ratio of the median samples to a score, over shared seeds, with a 95 % interval.
 
-    A run that never came to the score counts as the slowest; the interval is that of 95 % of the
-    resampled sets of seeds.
+    A run that never reached the score counts as the slowest; the interval is a bootstrap.
 
     >>> few, many = ({0: {"reached": {"0.5": {"samples": n}}}} for n in (100, 200))
     >>> samples_ratio(few, many, "0.5")
@@ -134,16 +130,16 @@ def samples_ratio(runs: Runs, others: Runs, target: str) -> str:
     found = [value for value in found if not math.isnan(value)]
     whole = ratio(places)
     if math.isnan(whole) or math.isinf(whole) or whole == 0:
-        return "not reached by half"
+        return "median not reached"
     if len(found) < _RESAMPLED:
-        return f"{whole:.2f} (too few runs came there)"
+        return f"{whole:.2f} (too few runs reached it)"
     low, high = found[int(0.025 * len(found))], found[int(0.975 * len(found))]
     top = "never" if math.isinf(high) else f"{high:.2f}"
     return f"{whole:.2f} ({low:.2f} to {top})"
 
 
 def difference(runs: Runs, others: Runs, key: str) -> str:
-    """The mean difference over the seeds that both have, in points, with its 95 % interval.
+    """The mean difference over shared seeds, in points, with its 95 % interval.
 
     >>> difference({0: {"x": 0.5}, 1: {"x": 0.7}}, {0: {"x": 0.4}, 1: {"x": 0.6}}, "x")
     '+10.0 ± 0.0'
@@ -154,7 +150,7 @@ def difference(runs: Runs, others: Runs, key: str) -> str:
 
 
 def _t_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t, by its expansion around the normal one."""
+    """The 97.5 % quantile of Student's t, by Cornish-Fisher expansion."""
     z = NormalDist().inv_cdf(0.975)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

@@ -1,14 +1,14 @@
-"""Table 1b: long runs, whole, from the first token to the last update."""
+"""Table 1b: long runs, from the first token to the last update."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.efficiency import pieces
+from experiments.efficiency import trials
 from experiments.markdown import caption, percent, table
 from experiments.record import Record
 
-__all__ = ["pieces", "rows", "section"]
+__all__ = ["trials", "rows", "section"]
 
 
 HEAD = (
@@ -20,12 +20,12 @@ HEAD = (
     "trained tokens/s, updates included",
     "x sync",
     "length bias",
-    "staleness, mean and most",
+    "staleness, mean and max",
 )
 
 
 def section(records: Sequence[Record]) -> str:
-    """A table for each model; nothing of a run is left out."""
+    """A table for each model, over whole runs."""
     parts = []
     for model in dict.fromkeys(record.numbers["model"] for record in records):
         its = [record for record in records if record.numbers["model"] == model]

@@ -8,7 +8,7 @@ from experiments.record import Record
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table.
+    """A Markdown table.
 
     >>> print(table(("a", "b"), [("1", "2")]))
     | a | b |
@@ -21,7 +21,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def caption(records: Sequence[Record]) -> str:
-    """With what the records were measured: command, commit, machine, date."""
+    """How the records were measured: command, commit, date and machine."""
     commands = " and ".join(f"`{text}`" for text in dict.fromkeys(r.command for r in records))
     commits = ", ".join(dict.fromkeys(record.commit for record in records))
     dates = ", ".join(dict.fromkeys(record.date for record in records))
@@ -38,7 +38,7 @@ def _machine(record: Record) -> str:
 
 
 def percent(share: float) -> str:
-    """A share with one digit after the point.
+    """A share in percent with one decimal.
 
     >>> percent(0.0101)
     '1.0'

@@ -1,8 +1,8 @@
-"""Length bias with lengths of the model's own: what redrawing does, and what coupling keeps.
+"""Length bias with natural lengths: the effect of resampling and of coupled mode.
 
-All schedules answer the same prompts with the same noise, from the same weights. So an answer that
-nothing changed has the very length that it has under `sync`, and the mean length over that of
-`sync` is the bias.
+All schedules answer the same prompts with the same noise and weights. An answer that is never
+resampled therefore has its length under `sync`, and the ratio of mean lengths to `sync` is the
+bias.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from experiments.efficiency import measured_arm, opener, piece_name, schedule_of
+from experiments.efficiency import measured_arm, opener, schedule_of, trial_name
 from experiments.markdown import caption, percent, table
-from experiments.pieces import Piece, Setup
 from experiments.record import Record
+from experiments.trials import Setup, Trial
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.meter import length_bias
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from experiments.bench_world import BenchWorld
 
 
-def pieces(setup: Setup) -> list[Piece]:
-    """One piece for each model and schedule."""
+def trials(setup: Setup) -> list[Trial]:
+    """One trial for each model and schedule."""
     found = []
     for model in setup.settings["run"]:
         about = setup.settings["models"][model]
@@ -31,8 +31,8 @@ def pieces(setup: Setup) -> list[Piece]:
         for arm in setup.settings["arms"]:
             schedule = schedule_of(arm, setup.settings["workload"])
             run = partial(_with_lengths, setup, world, model, schedule, arm["groups"])
-            name = f"{model}--{piece_name(schedule)}"
-            found.append(Piece(name=name, seconds=about["seconds"], run=run))
+            name = f"{model}--{trial_name(schedule)}"
+            found.append(Trial(name=name, seconds=about["seconds"], run=run))
     return found
 
 
@@ -49,7 +49,7 @@ def _with_lengths(
 
 
 def section(records: Sequence[Record]) -> str:
-    """One table: lengths against those of `sync`."""
+    """One table: lengths compared with those of `sync`."""
     sync = next(r.numbers for r in records if r.numbers["arm"]["strategy"] == "sync")
     before = _lengths(sync)
     rows = []
@@ -73,7 +73,7 @@ def section(records: Sequence[Record]) -> str:
         "mean length trained on",
         "length bias",
         "KS distance",
-        "as long as with sync, %",
+        "same length as with sync, %",
         "discarded",
         "bubble, %",
     )

@@ -1,7 +1,7 @@
-"""docs/results.md and its appendix, built from the result files; only the readings are written.
+"""Builds docs/results.md and its appendix from the result files.
 
-Each section is a table module's `section` over its records, followed by what its Markdown file
-says of them.
+Each section is a table module's `section` over its records, followed by the hand-written discussion
+in its Markdown file.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from experiments import (
     learning_seeds,
     long_run,
     natural,
-    paper_page,
+    paper,
     peer,
     prediction,
 )
-from experiments.pieces import ROOT
 from experiments.record import Record, Results
 from experiments.summary import summary
+from experiments.trials import ROOT
 from sortedrl.cli.arguments import parse
 from sortedrl.core.files import write_whole
 from sortedrl.report.terminal import tell
 
 HELP = """Write docs/results.md and docs/result-tables.md from the results.
 
-With --results and --out, the same page of your own measurements.
+--results and --out build the same pages from your own measurements.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of the page, and the folders of results that it tells of."""
+    """A section of the appendix, and its folders of results."""
 
     title: str
     folders: tuple[str, ...]
     text: Callable[..., str]
-    """Makes the tables from the records, one argument for each folder."""
+    """Builds the tables from the records, one argument per folder."""
     readings: str
-    """The Markdown file with what they teach."""
+    """The Markdown file with the discussion."""
 
 
 SECTIONS = (
@@ -123,7 +123,7 @@ SECTIONS = (
     Section(
         title="The paper's own set-ups (predicted)",
         folders=("paper",),
-        text=paper_page.section,
+        text=paper.section,
         readings="paper",
     ),
 )
@@ -131,12 +131,12 @@ SECTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Where from, and where to."""
+    """Input and output paths."""
 
     results: Path = ROOT / "experiments" / "results"
     """Folder of the results."""
     out: Path = ROOT / "docs" / "results.md"
-    """The page; the appendix goes beside it, pictures to the folder img."""
+    """The page; the appendix is written next to it, charts to the folder img."""
 
 
 def main(arguments: Sequence[str]) -> int:

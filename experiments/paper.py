@@ -1,18 +1,20 @@
-"""The paper's own two set-ups, predicted: what `sortedrl train --dry-run` says of each config.
+"""Predictions for the paper's two set-ups: `sortedrl train --dry-run` of each config.
 
-Nothing here is measured. Hours and bubble are the simulator's, from arithmetic about the card and
-a guess at the lengths, so they belong in no column with measured numbers. The arithmetic knows the
-hardware and not the engine, so the SGLang and the vLLM variant of a set-up get the same numbers.
+Nothing here is measured. Hours and bubble are simulated, with cost arithmetic for the card and
+guessed lengths, so they must not share a column with measured numbers. The arithmetic models the
+hardware, not the engine, so the SGLang and vLLM variants of a set-up get the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.pieces import ROOT, Piece, Setup
+from experiments.markdown import caption, percent, table
+from experiments.record import Record
+from experiments.trials import ROOT, Setup, Trial
 from sortedrl.config.parsing import read_toml, settings_over
 from sortedrl.config.train import TrainSettings
 from sortedrl.report.terminal import tell
@@ -22,12 +24,25 @@ from sortedrl.runs.plan.page import RunPlan
 FOLDER = ROOT / "experiments" / "paper"
 _SECONDS = 5.0
 _GIB = 1 << 30
+_HEAD = (
+    "config",
+    "engine",
+    "schedule",
+    "hours",
+    "hours, sync",
+    "bubble, %",
+    "bubble, sync, %",
+    "goodput, x sync",
+    "updates",
+    "GiB per GPU",
+    "GiB of host memory",
+)
 
 
-def pieces(setup: Setup) -> list[Piece]:
-    """One piece for each config."""
+def trials(setup: Setup) -> list[Trial]:
+    """One trial for each config."""
     return [
-        Piece(name=name, seconds=_SECONDS, run=partial(_row, name, setup.settings))
+        Trial(name=name, seconds=_SECONDS, run=partial(_row, name, setup.settings))
         for name in setup.settings["setups"]
     ]
 
@@ -88,3 +103,31 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
         "usable_gib_per_gpu": round(memory.usable(plan.device_bytes) / _GIB, 1),
         "host_gib": round(memory.host_bytes / _GIB, 1),
     }
+
+
+def section(records: Sequence[Record]) -> str:
+    """One table of predictions."""
+    first = records[0].numbers
+    about = (
+        f"**Predictions, not measurements**, for {first['devices']} x {first['card']}, from the "
+        "simulator with cost arithmetic and guessed lengths; none of these was run. "
+        f"{caption(records)} One of the commands: "
+        f"`{first['command']}`."
+    )
+    rows = [
+        [
+            f"[{record.trial}](../{record.numbers['config']})",
+            record.numbers["engine"],
+            record.numbers["schedule"],
+            f"{record.numbers['hours']:.1f}",
+            f"{record.numbers['sync_hours']:.1f}",
+            percent(record.numbers["bubble"]),
+            percent(record.numbers["sync_bubble"]),
+            f"{record.numbers['goodput_ratio']:.2f}",
+            str(record.numbers["updates"]),
+            f"{record.numbers['gib_per_gpu']:.0f}",
+            f"{record.numbers['host_gib']:,.0f}",
+        ]
+        for record in records
+    ]
+    return f"{about}\n\n{table(_HEAD, rows)}"

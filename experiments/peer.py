@@ -1,25 +1,27 @@
 """Table 6: GRPO with `sortedrl train`, and the same training with TRL.
 
-Both begin with the same model and have the same prompts in the same order, the same reward, the
-same number of answers per update and the same optimiser settings; the TOML has the format of
-experiments/learning.py, and in [trl.NAME] the arguments of TRL's `GRPOConfig` that differ from arm
-to arm. The held-out puzzles are asked by the same evaluator, with the same noise, while the clock
-of the training stands still; of TRL's training the weights are kept and asked afterwards.
+Both start from the same model, with the same prompts in the same order, the same reward, number of
+answers per update and optimiser settings. The TOML has the format of experiments/learning.py, plus
+[trl.NAME] with arguments of TRL's `GRPOConfig` per arm. Held-out puzzles are evaluated by the same
+evaluator with the same noise, and evaluation time is not counted; TRL's weights are saved and
+evaluated afterwards.
 
-The loss is the same: clipped ratios, the mean over the tokens of each answer, then over the
-answers, no divergence term; an update is one optimiser step, so of fresh answers no ratio is
-clipped. What differs, as neither side can be told otherwise, is listed in
-`experiments.peer_section.DIFFERENCES`.
+The loss is the same: clipped ratios, the mean over the tokens of each answer, then over answers,
+without KL; an update is one optimiser step, so no ratio of fresh answers is clipped. Differences
+that neither side can avoid are listed in `experiments.peer_section.DIFFERENCES`.
 
-TRL runs in a process of its own. `SORTEDRL_TRL_PYTHON` names its interpreter; by default it is
-this one. It needs: pip install trl (tried: 1.16.0, with transformers 5.17). A training that was
-cut leaves the numbers of its updates in metrics.jsonl in its folder, and a line for each in
-trl.log.
+TRL runs in its own process, with the interpreter `SORTEDRL_TRL_PYTHON`, by default this one. It
+needs: pip install trl (tested: 1.16.0, with transformers 5.17). The process watches the pipe of its
+jobs and exits as soon as its parent has closed it or died. An interrupted training leaves its
+metrics in metrics.jsonl in its folder, and a line per update in trl.log.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,17 +32,25 @@ from typing import TYPE_CHECKING, Any
 from experiments import learning
 from experiments.peer_job import AskedRow, Job, write_rows
 from experiments.peer_numbers import curve_numbers, speeds
-from experiments.peer_process import TrlProcess
 from experiments.peer_scores import with_scores
 from experiments.peer_section import section
-from experiments.pieces import Piece, Setup
+from experiments.trials import ROOT, Setup, Trial
 from sortedrl.config.checks import require
 from sortedrl.core.files import read_metrics
 
 if TYPE_CHECKING:
     from sortedrl.config.train import TrainSettings
 
-__all__ = ["TrlArm", "asked_rows", "pieces", "section", "trl_arms", "trl_job", "trl_numbers"]
+__all__ = [
+    "TrlArm",
+    "TrlProcess",
+    "asked_rows",
+    "trials",
+    "section",
+    "trl_arms",
+    "trl_job",
+    "trl_numbers",
+]
 
 _ALGORITHM = "grpo"
 
@@ -53,33 +63,33 @@ class TrlArm:
     seed: int
 
     @property
-    def piece(self) -> str:
-        """The name of its piece."""
+    def trial(self) -> str:
+        """The name of its trial."""
         return f"trl-{self.name}-{self.seed}"
 
 
-def pieces(setup: Setup) -> list[Piece]:
-    """For each seed its warm start, our own runs, then those of TRL."""
+def trials(setup: Setup) -> list[Trial]:
+    """For each seed the warm start, our own runs, then those of TRL."""
     python = os.environ.get("SORTEDRL_TRL_PYTHON", sys.executable)
     process = TrlProcess(setup.scratch / "trl.log", python=python)
     made = []
-    for piece in learning.pieces(setup):
-        is_run = piece.name.startswith(f"{_ALGORITHM}-")
-        made.append(replace(piece, run=partial(_own_numbers, setup, piece)) if is_run else piece)
+    for trial in learning.trials(setup):
+        is_run = trial.name.startswith(f"{_ALGORITHM}-")
+        made.append(replace(trial, run=partial(_own_numbers, setup, trial)) if is_run else trial)
     for arm in trl_arms(setup.settings):
         run = partial(trl_numbers, setup, arm, process=process)
-        made.append(Piece(name=arm.piece, seconds=setup.settings["seconds"][arm.name], run=run))
-    # A table that is cut has all arms of its first seeds.
-    return sorted(made, key=lambda piece: int(piece.name.rpartition("-")[2]))
+        made.append(Trial(name=arm.trial, seconds=setup.settings["seconds"][arm.name], run=run))
+    # An interrupted table then has all arms of its first seeds.
+    return sorted(made, key=lambda trial: int(trial.name.rpartition("-")[2]))
 
 
 def trl_arms(settings: Mapping[str, Any]) -> list[TrlArm]:
-    """The trainings with TRL, in the order in which they are made."""
+    """The trainings with TRL, in order."""
     return [TrlArm(name=name, seed=seed) for seed in settings["seeds"] for name in settings["trl"]]
 
 
 def trl_numbers(setup: Setup, arm: TrlArm, *, process: TrlProcess) -> dict[str, Any]:
-    """A training with TRL in numbers; one that was cut begins anew."""
+    """The numbers of a training with TRL; an interrupted one is restarted."""
     from sortedrl.runs.tasks import training_tasks
 
     settings = _settings(setup, arm)
@@ -97,7 +107,7 @@ def trl_numbers(setup: Setup, arm: TrlArm, *, process: TrlProcess) -> dict[str, 
     versions = process.train(job)
     load = os.getloadavg()[0]
     if job.options.get("use_vllm", False):
-        process.close()  # vLLM does not give back all its memory while its process lives
+        process.close()  # vLLM releases all its memory only when its process exits
     with_scores(job, settings)
     return {
         "kind": "run",
@@ -122,18 +132,18 @@ def trl_job(
     reward_options: Mapping[str, object],
     options: Mapping[str, Any],
 ) -> Job:
-    """What TRL is asked to do so that it does the same as `sortedrl train`."""
+    """The TRL job that is equivalent to `sortedrl train` with these settings."""
     schedule, optimiser = settings.schedule, settings.optimiser
     answers = len(rows) * schedule.samples_per_prompt
     require(
         optimiser.schedule == "constant" and optimiser.warmup_steps == 0,
-        "the peer table compares a constant learning rate; leave optimiser.schedule and "
-        f"optimiser.warmup_steps out, got {optimiser.schedule!r} and {optimiser.warmup_steps}",
+        "the peer table needs a constant learning rate; leave out optimiser.schedule and "
+        f"optimiser.warmup_steps, got {optimiser.schedule!r} and {optimiser.warmup_steps}",
     )
     require(
         answers % schedule.update_batch == 0,
-        f"the {answers} answers must fill update batches of {schedule.update_batch}, as TRL "
-        "leaves out the rest; change the task's count",
+        f"the {answers} answers must be a multiple of update_batch {schedule.update_batch}, as TRL "
+        "drops the remainder; change the task's count",
     )
     is_bf16 = settings.precision == "bfloat16" or (settings.precision == "auto" and device != "cpu")
     return Job(
@@ -164,7 +174,7 @@ def trl_job(
 
 
 def asked_rows(settings: TrainSettings) -> list[AskedRow]:
-    """The prompts of a run of ours, in the order in which it asks them."""
+    """The prompts of a run of ours, in order."""
     from sortedrl.data.stream import PromptStream, tokenized
     from sortedrl.runs.tasks import tokenizer_of, training_tasks
 
@@ -178,18 +188,78 @@ def asked_rows(settings: TrainSettings) -> list[AskedRow]:
     ]
 
 
-def _own_numbers(setup: Setup, piece: Piece) -> dict[str, Any]:
-    """A run of ours in numbers, with its speeds counted as those of TRL."""
-    rows_of = setup.scratch / piece.name / "metrics.jsonl"
-    numbers = dict(piece.run())
+def _own_numbers(setup: Setup, trial: Trial) -> dict[str, Any]:
+    """The numbers of a run of ours, with speeds computed as for TRL."""
+    rows_of = setup.scratch / trial.name / "metrics.jsonl"
+    numbers = dict(trial.run())
     load = os.getloadavg()[0]
     found = speeds(read_metrics(rows_of), first=setup.settings["first_updates"])
     return {**numbers, **found, "load": load}
 
 
 def _settings(setup: Setup, arm: TrlArm) -> TrainSettings:
-    """The settings of our own synchronous run, in TRL's folder."""
+    """The settings of our synchronous run, with TRL's folder."""
     name = next(iter(setup.settings["arms"]))
     own = learning.Arm(algorithm=_ALGORITHM, name=name, seed=arm.seed)
     model = learning.warmed(setup, arm.seed)
-    return replace(learning.train_settings(setup, own, model=model), out=setup.scratch / arm.piece)
+    return replace(learning.train_settings(setup, own, model=model), out=setup.scratch / arm.trial)
+
+
+class TrlProcess:
+    """A process that runs TRL jobs one after another; started by the first."""
+
+    def __init__(self, log: Path, *, python: str) -> None:
+        """TRL's output goes to `log`, a line per update."""
+        self._log = log
+        self._python = python
+        self._process: subprocess.Popen[str] | None = None
+
+    def train(self, job: Job) -> dict[str, str]:
+        """Run a job; returns the library versions, and raises if TRL fails."""
+        answer = self._answer(job)
+        if not answer:
+            self.close()
+            raise RuntimeError(
+                f"TRL failed in {self._python}: see "
+                f"{self._log}; set SORTEDRL_TRL_PYTHON to another interpreter"
+            )
+        versions: dict[str, str] = json.loads(answer)
+        return versions
+
+    def close(self) -> None:
+        """Wait for the process to exit; the next job starts another."""
+        if self._process is None:
+            return
+        self._process.communicate()
+        self._process = None
+
+    def _answer(self, job: Job) -> str:
+        """The reply of the process to a job; empty if it died."""
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(f"{job.to_json()}\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return process.stdout.readline()
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+            with self._log.open("ab") as log:
+                now = datetime.datetime.now(datetime.UTC).strftime("%H:%M:%S")
+                log.write(f"{now} {self._python} starts\n".encode())
+                log.flush()
+                self._process = subprocess.Popen(
+                    [self._python, "-m", "experiments.peer_trl"],
+                    cwd=ROOT,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
+        return self._process

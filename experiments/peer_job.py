@@ -1,6 +1,6 @@
-"""What TRL is asked to do: a training in the words of `sortedrl train`, and its prompts.
+"""A TRL job: a training with the settings of `sortedrl train`, and its prompts.
 
-Both sides read it, each in its own process: it is plain Python, and goes between them as JSON.
+Both processes import it, so it is plain Python, sent as JSON.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A training with TRL, in the words of `sortedrl train`."""
+    """A training with TRL, with the settings of `sortedrl train`."""
 
     model: str
-    """The folder of the model it begins with."""
+    """The folder of the initial model."""
     rows: str
-    """A file with a line for each prompt, in order: its text, its tokens, its fields."""
+    """A file with a line per prompt, in order: text, tokens, fields."""
     out: str
     """A folder for the metrics and the weights."""
     seed: int
@@ -43,7 +43,7 @@ class Job:
     """The address of the reward function."""
     reward_options: Mapping[str, Any]
     options: Mapping[str, Any]
-    """Further arguments of `GRPOConfig`: how the answers are generated."""
+    """Additional arguments of `GRPOConfig`, for generation."""
 
     def to_json(self) -> str:
         """The job as one line."""
@@ -51,23 +51,23 @@ class Job:
 
     @property
     def metrics(self) -> Path:
-        """The numbers of each update."""
+        """The metrics of each update."""
         return Path(self.out) / "metrics.jsonl"
 
     def weights(self, update: int) -> Path:
-        """The weights after an update, where they are kept."""
+        """The weights after an update, if saved."""
         return Path(self.out) / f"weights-{update}.safetensors"
 
     @property
     def evaluated(self) -> list[int]:
-        """The updates after which the weights are kept."""
+        """The updates after which weights are saved."""
         every = range(self.evaluate_every, self.updates + 1, self.evaluate_every)
         return sorted({*every, self.updates})
 
 
 @dataclass(frozen=True, slots=True)
 class AskedRow:
-    """A prompt as `sortedrl train` asks it."""
+    """A prompt, formatted as in `sortedrl train`."""
 
     text: str
     tokens: Sequence[int]

@@ -1,4 +1,4 @@
-"""What the peer table says of a training: its speeds and its curve, counted alike on both sides."""
+"""The numbers of the peer table: speeds and curves, computed the same way for both sides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sortedrl.errors import DataError
 
 
 def curve_numbers(folder: Path, *, targets: Sequence[float]) -> dict[str, Any]:
-    """What the table says of a curve, as `experiments.curves` says it of our own runs."""
+    """The numbers of a curve, as in `experiments.curves`."""
     points = curve(folder)
     return {
         "first_score": points[0].score,
@@ -32,7 +32,7 @@ def curve_numbers(folder: Path, *, targets: Sequence[float]) -> dict[str, Any]:
 
 
 def speeds(rows: Sequence[Mapping[str, Value]], *, first: int) -> dict[str, float]:
-    """How fast a training was: over all, and `later`, after its first updates.
+    """The speed of a training: overall, and `later`, after the first updates.
 
     >>> rows = [
     ...     {"update": n, "total/seconds": 3.0 + n, "total/samples": 8 * n,
@@ -71,7 +71,7 @@ class PeerRow:
     arm: str
     seeds: tuple[int, ...]
     cells: Mapping[str, Cell]
-    """By name: those of `SHOWN`, the ratios, and what each target took."""
+    """By name: those of `SHOWN`, the ratios, and the cost of each target."""
 
 
 SHOWN = (
@@ -88,12 +88,12 @@ SHOWN = (
 )
 """Numbers of a run that the table shows."""
 RATIOS = ("samples_per_second", "tokens_per_second", "later_samples_per_second")
-"""Those of them that are compared with the same seed of `AGAINST`."""
+"""Numbers compared with the same seed of `AGAINST`."""
 AGAINST = "trl-generate"
 
 
 def table(records: Sequence[Record]) -> list[PeerRow]:
-    """A row for each arm that was measured, our own first; ratios are taken seed by seed."""
+    """A row for each measured arm, our own first; ratios are computed per seed."""
     arms: dict[str, dict[int, Mapping[str, Any]]] = {}
     for record in records:
         if record.numbers["kind"] == "run":
@@ -104,7 +104,7 @@ def table(records: Sequence[Record]) -> list[PeerRow]:
 
 
 def target_key(target: str, along: str) -> str:
-    """The cell of what it took to come to a score."""
+    """The cell of the cost to reach a score."""
     return f"{along}_to_{target}"
 
 

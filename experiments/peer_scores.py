@@ -1,7 +1,6 @@
-"""The held-out scores of weights that TRL kept, asked as `sortedrl train` asks them.
+"""Held-out scores of weights saved by TRL, evaluated as in `sortedrl train`.
 
-The evaluator, the puzzles and the noise are those of our own runs, so that equal weights have
-equal scores on both sides.
+Evaluator, puzzles and noise are those of our own runs, so equal weights get equal scores.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _GIB = 1 << 30
 
 
 def with_scores(job: Job, settings: TrainSettings) -> None:
-    """Put the held-out scores of the kept weights among the numbers of TRL's updates."""
+    """Add the held-out scores of the saved weights to the metrics of TRL's updates."""
     updates = {int(number(row, "update")): row for row in read_metrics(job.metrics)}
     require(
         sorted(updates) == list(range(1, job.updates + 1)),
-        f"{job.metrics} must have the numbers of {job.updates} updates, got {len(updates)}",
+        f"{job.metrics} must have the metrics of {job.updates} updates, got {len(updates)}",
     )
     scores = scored(settings, {update: job.weights(update) for update in job.evaluated})
     file = MetricsFile(job.metrics)
@@ -42,7 +41,7 @@ def with_scores(job: Job, settings: TrainSettings) -> None:
 
 
 def scored(settings: TrainSettings, weights: Mapping[int, Path]) -> dict[int, Scores]:
-    """The held-out scores of the model a run begins with (update 0), and of other weights."""
+    """The held-out scores of the initial model (update 0) and of other weights."""
     import torch
 
     from sortedrl.data.stream import tokenized
@@ -91,4 +90,4 @@ def scored(settings: TrainSettings, weights: Mapping[int, Path]) -> dict[int, Sc
 
 
 def _say_nothing(_: str) -> None:
-    """Nobody watches."""
+    """Discard status lines."""

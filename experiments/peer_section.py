@@ -1,7 +1,7 @@
-"""The peer table on the page of results: a table for each machine, and what is not the same.
+"""The peer table on the results page: a table for each machine, and the differences of the set-ups.
 
-Records of two machines never share a table, and each of its arms stands under the command, the
-commit and the versions it was measured with.
+Records of two machines never share a table, and each table names the commands, commits and versions
+of its arms.
 """
 
 from __future__ import annotations
@@ -14,44 +14,43 @@ from experiments.record import Record
 
 DIFFERENCES = (
     "TRL pads the answers of a batch to the longest of them; we pack them.",
-    "TRL generates all answers of an update, then trains on them. `sync` does so too, but with "
-    "our own engine; `partial` and `coupled` put new prompts into free slots.",
-    "`partial` and `coupled` form their updates from the answers that are complete first, so the "
-    "order of training is another. Their updates can have more answers than the batch asks for, "
-    "so there can be fewer of them.",
-    "`partial` trains on tokens of older weights too, and corrects them by truncated importance "
-    "sampling.",
-    "On a GPU TRL writes with fp32 weights under bf16 autocast, we with a bf16 copy; both learn in "
-    "fp32 under autocast. With continuous batching TRL casts the weights it trains to bf16 as "
-    "well. On the CPU both sides write and learn in fp32.",
-    "TRL divides advantages by the standard deviation of a prompt's rewards plus 1e-4, we plus "
-    "1e-6.",
+    "TRL generates all answers of an update, then trains on them. So does `sync`, but with the "
+    "native engine; `partial` and `coupled` start new prompts in free slots.",
+    "`partial` and `coupled` form updates from the answers that finish first, so the training "
+    "order differs. Their updates can have more answers than the batch size, so there can be fewer "
+    "of them.",
+    "`partial` also trains on stale tokens, corrected by truncated importance sampling.",
+    "On a GPU, TRL generates with fp32 weights under bf16 autocast, and we with a bf16 copy; both "
+    "train in fp32 under autocast. With continuous batching, TRL casts the trained weights to bf16 "
+    "as well. On the CPU, both generate and train in fp32.",
+    "TRL divides advantages by the standard deviation of a prompt's rewards plus 1e-4, we by it "
+    "plus 1e-6.",
     "TRL scores in its own process between generation and update; we score in a worker process "
-    "while other answers are written.",
-    "The random numbers of the sampling differ, so the answers do too: one seed shows how fast a "
-    "side is, not which one learns better.",
-    "The clock of both begins when the model is loaded and stands still while held-out puzzles "
-    "are asked or weights are saved. Imports do not count.",
+    "during generation.",
+    "Sampling uses different random numbers, so answers differ: one seed shows which side is "
+    "faster, not which learns better.",
+    "Both clocks start when the model is loaded and stop during evaluations and while weights are "
+    "saved. Imports do not count.",
 )
-"""What is not the same on both sides, as neither can be told otherwise."""
+"""Differences that neither side can avoid."""
 
 _TRL_LIBRARIES = ("python", "trl", "torch", "transformers", "accelerate", "vllm")
 
 
 def section(gpu: Sequence[Record], cpu: Sequence[Record]) -> str:
-    """The table of each machine with how it was measured, then what differs, as Markdown."""
+    """The table of each machine with its caption, then the differences."""
     parts = [
         f"{title}\n\n{machine_table(records)}\n\n{caption(records)}"
         for title, records in (("**On the GPU.**", gpu), ("**On the CPU, small.**", cpu))
         if _runs(records)
     ]
     listed = "\n".join(f"- {difference}" for difference in DIFFERENCES)
-    parts.append(f"What is not the same on both sides:\n\n{listed}")
+    parts.append(f"Differences between the two sides:\n\n{listed}")
     return "\n\n".join(parts) + "\n"
 
 
 def machine_table(records: Sequence[Record]) -> str:
-    """One row for each arm that was measured on a machine."""
+    """One row for each arm measured on a machine."""
     rows = table(records)
     targets = _open_targets(records)
     head = ["arm", "samples", "updates", "seconds", "samples/s", f"times {_name(AGAINST)}"]
@@ -75,19 +74,19 @@ def caption(records: Sequence[Record]) -> str:
         f"Commit: {_distinct(run.commit for run in runs)} ({_distinct(run.date for run in runs)}).",
         f"Machine: {_distinct(_machine(run) for run in runs)}; {'; '.join(versions)}.",
         f"Seeds: {_distinct(str(run.numbers['seed']) for run in runs)}; a cell is the mean over "
-        "them, with the least and the most where they differ.",
-        "Tokens are those trained on. Later is after the first updates, which warm up. A score is "
-        "the share of right answers to held-out puzzles; between two evaluations its curve is "
-        "taken as straight.",
+        "seeds, with minimum and maximum if they differ.",
+        "Tokens are trained tokens. Later excludes the first updates, which warm up. A score is "
+        "the share of right answers to held-out puzzles, interpolated linearly between "
+        "evaluations.",
     ]
     loads = [run.numbers["load"] for run in runs if "load" in run.numbers]
     if loads:
         facts.append(
-            "Load of the machine in the last minute of each run, where 1 is one busy core: "
+            "System load in the last minute of each run (1 is one busy core): "
             f"{min(loads):.1f} to {max(loads):.1f}."
         )
     if not trl:
-        facts.append("There is no result of TRL on this machine.")
+        facts.append("No results of TRL on this machine.")
     return "\n".join(facts)
 
 
@@ -115,7 +114,7 @@ def _cells(row: PeerRow, targets: Sequence[str]) -> list[str]:
 
 
 def _open_targets(records: Sequence[Record]) -> list[str]:
-    """The scores that not every run had from the start."""
+    """The scores that some runs had not reached at the start."""
     runs = [run.numbers for run in _runs(records)]
     return [
         target
@@ -133,7 +132,7 @@ def _is_trl(record: Record) -> bool:
 
 
 def _name(arm: str) -> str:
-    """How the page calls an arm."""
+    """The display name of an arm."""
     kind, dash, way = arm.partition("-")
     return f"TRL, {way}" if dash and kind == "trl" else f"sortedrl, {arm}"
 

@@ -1,14 +1,12 @@
-"""TRL's GRPO trainer on jobs of the peer table, in a process of its own.
+"""TRL's GRPO trainer on jobs of the peer table, in its own process.
 
     python -m experiments.peer_trl      a job per line in, the versions used per job out (JSON)
 
-TRL may live in another environment than ours: of `sortedrl` only what is plain Python is used
-here, the reward above all. The numbers of each update are written as `sortedrl train` writes
-them, and the weights at each evaluation are kept, to be asked the held-out puzzles afterwards.
-
-Its clock starts with the training, when the model is loaded, and stands still while weights are
-saved. A prompt whose tokens are not the expected ones stops the job. The process ends at once when
-nobody holds the other end of its input any more, whatever it is doing.
+TRL may be installed in another environment, so only plain Python parts of `sortedrl` are imported,
+mainly the reward. The metrics of each update are written in the format of `sortedrl train`, and the
+weights at each evaluation are saved for later evaluation. The clock starts when the model is loaded
+and stops while weights are saved. A prompt with unexpected tokens stops the job. The process exits
+as soon as the other end of its input is closed, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ _LIBRARIES = ("trl", "transformers", "torch", "accelerate", "vllm")
 
 @dataclass(slots=True)
 class _Window:
-    """What happened since the last update."""
+    """Counters since the last update."""
 
     generation_seconds: float = 0.0
     tokens: int = 0
@@ -57,7 +55,7 @@ class _Window:
 
 
 class Watch(TrainerCallback):
-    """Takes the time of a training, scores its answers and writes its numbers down."""
+    """Times a training, scores its answers and writes its metrics."""
 
     def __init__(self, job: Job, rows: Sequence[AskedRow]) -> None:
         self.job = job
@@ -72,8 +70,8 @@ class Watch(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Everything is loaded: the time starts."""
-        say(f"the training of {self.job.updates} updates begins: {self.job.out}")
+        """Start the clock: everything is loaded."""
+        say(f"training {self.job.updates} updates: {self.job.out}")
         self.clock = WallClock()
 
     def on_step_end(
@@ -83,7 +81,7 @@ class Watch(TrainerCallback):
         control: TrainerControl,
         **others: object,
     ) -> None:
-        """Write down what the update took, and keep its weights where they are asked later."""
+        """Write the metrics of the update, and save its weights if they are evaluated."""
         _wait(self.job.device)
         seconds, window, update = self.clock.seconds(), self.window, int(state.global_step)
         self.samples += window.answers
@@ -121,7 +119,7 @@ class Watch(TrainerCallback):
         row: list[int],
         **_: object,
     ) -> list[float]:
-        """Our reward for TRL's answers."""
+        """The reward of TRL's answers."""
         scores = []
         for number, completion in zip(row, completions, strict=True):
             prompt = Prompt(id=number, fields=self.rows[number].fields)
@@ -133,7 +131,7 @@ class Watch(TrainerCallback):
         return scores
 
     def timed(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """TRL's generation, with its prompts checked and its time taken."""
+        """Wrap TRL's generation to check its prompts and time it."""
 
         def generate_in_time(prompt_ids: Sequence[Sequence[int]], *rest: object) -> Any:  # noqa: ANN401
             self._check(prompt_ids)
@@ -149,7 +147,7 @@ class Watch(TrainerCallback):
         return generate_in_time
 
     def _check(self, prompt_ids: Sequence[Sequence[int]]) -> None:
-        """Refuse prompts that are not those of our own runs, token for token and in order."""
+        """Refuse prompts that differ from those of our own runs, token for token and in order."""
         for tokens in prompt_ids:
             expected = self.rows[self.asked // self.job.samples_per_prompt].tokens
             if list(tokens) != list(expected):
@@ -161,7 +159,7 @@ class Watch(TrainerCallback):
 
 
 def save_weights(model: PreTrainedModel, path: Path) -> None:
-    """Keep the parameters of a model."""
+    """Save the parameters of a model."""
     save_file({name: tensor.detach().cpu() for name, tensor in model.named_parameters()}, path)
 
 
@@ -184,14 +182,14 @@ def train(job: Job) -> None:
         ),
         callbacks=[watch],
     )
-    # TRL takes this time too, but tells it to its trackers only.
+    # TRL measures this time too, but reports it only to its trackers.
     trainer._generate_single_turn = watch.timed(trainer._generate_single_turn)
     trainer.train()
     watch.file.close()
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """The arguments of `GRPOConfig` that mean the same as the settings of our own runs."""
+    """The arguments of `GRPOConfig` that are equivalent to the settings of our own runs."""
     return {
         "output_dir": job.out,
         "seed": job.seed,
@@ -227,10 +225,10 @@ def arguments(job: Job) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do the jobs that come in, one after the other."""
+    """Run the incoming jobs one after another."""
     end_with_input(0)
     say("torch and transformers are imported")
-    # Whatever the libraries print must not be taken for an answer.
+    # Output of the libraries must not be mistaken for a reply.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -240,8 +238,8 @@ def main() -> None:
 
 
 def end_with_input(descriptor: int) -> None:
-    """End this process as soon as nobody can write to its input any more."""
-    # Asked for nothing, poll still tells of a hang-up, and leaves what is in the pipe to others.
+    """Exit as soon as the other end of the input is closed."""
+    # With an empty event mask, poll still reports a hang-up, and reads nothing from the pipe.
     poll = select.poll()
     poll.register(descriptor, 0)
 
@@ -253,14 +251,14 @@ def end_with_input(descriptor: int) -> None:
 
 
 def say(text: str) -> None:
-    """Leave a line in the log, with the time of day."""
+    """Write a line to the log, with the time of day."""
     now = datetime.datetime.now(datetime.UTC).strftime("%H:%M:%S")
     sys.stderr.write(f"{now} {text}\n")
     sys.stderr.flush()
 
 
 def versions() -> dict[str, str]:
-    """The interpreter and the libraries that a job was done with."""
+    """Versions of the interpreter and the libraries."""
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:

@@ -1,8 +1,7 @@
-"""The simulator's predictions beside the measured runs of the efficiency table.
+"""The simulator's predictions compared with the measured runs of the efficiency table.
 
-Costs and the loss of cached tokens are fitted to the events of one run of a model. The simulator
-then gets the schedules of the other runs and the distribution of the lengths, as from a user,
-and nothing else of them.
+Costs and the loss of cached tokens are fitted to the events of one run of a model. Of the other
+runs, the simulator gets only the schedules and the length distribution, as from a user.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any
 
 from experiments.efficiency import simulation_of
 from experiments.markdown import caption, percent, table
-from experiments.pieces import Piece, Setup
 from experiments.record import Record
+from experiments.trials import Setup, Trial
 from sortedrl.core.events import read_events
 from sortedrl.core.meter import numbers
 from sortedrl.errors import DataError
@@ -28,12 +27,12 @@ _POINTS = 2.0
 _APART = 10.0
 
 
-def pieces(setup: Setup) -> list[Piece]:
-    """One piece for each model that the efficiency table was measured with."""
+def trials(setup: Setup) -> list[Trial]:
+    """One trial for each model of the efficiency table."""
     records = setup.results.read("efficiency")
     models = dict.fromkeys(record.numbers["model"] for record in records)
     return [
-        Piece(name=model, seconds=_SECONDS, run=partial(_predicted, setup, model))
+        Trial(name=model, seconds=_SECONDS, run=partial(_predicted, setup, model))
         for model in models
     ]
 
@@ -43,7 +42,7 @@ def _predicted(setup: Setup, model: str) -> dict[str, Any]:
     fitted_to = setup.settings["fitted_to"]
     path = setup.scratch.parent / "efficiency" / f"{model}--{fitted_to}" / "events.jsonl"
     if not path.exists():
-        raise DataError(path, "are the events to fit to: measure efficiency first")
+        raise DataError(path, "must have the events to fit; measure efficiency first")
     events = list(read_events(path))
     found, seen = fit(events), observed_answers(events)
     known = {
@@ -61,7 +60,7 @@ def _predicted(setup: Setup, model: str) -> dict[str, Any]:
 
 
 def _row(record: Record, known: Mapping[str, Any]) -> dict[str, Any]:
-    """One schedule: what the simulator says, and what was measured."""
+    """One schedule: predicted and measured numbers."""
     measured = record.numbers
     arm = {
         name: value
@@ -75,14 +74,14 @@ def _row(record: Record, known: Mapping[str, Any]) -> dict[str, Any]:
     metrics = simulate(replace(simulation, lengths=lengths)).metrics
     return {
         "schedule": measured["schedule"],
-        "piece": record.piece,
+        "piece": record.trial,
         "predicted": numbers(metrics.run),
         "measured": dict(measured["run"]),
     }
 
 
 def section(records: Sequence[Record]) -> str:
-    """One table for each model: what was predicted beside what was measured."""
+    """One table for each model: predictions next to measurements."""
     return "\n\n".join(_model_section(record) for record in records)
 
 
@@ -90,18 +89,18 @@ def _model_section(record: Record) -> str:
     found = record.numbers
     about = (
         f"{caption([record])}\n{found['model']}: costs and the loss of cached tokens are fitted "
-        f"to the events of one measured run (`{found['fitted_to']}`; the fit explains an "
-        f"interval to {100 * found['fit_error']:.1f} %). Of the other runs the simulator was "
-        "told the schedule and the distribution of the lengths."
+        f"to the events of one measured run (`{found['fitted_to']}`; mean error of an interval "
+        f"{100 * found['fit_error']:.1f} %). Of the other runs, the simulator got only the "
+        "schedule and the length distribution."
     )
     head = (
         "schedule",
         "bubble predicted, %",
         "bubble measured, %",
-        "points apart",
+        "error, points",
         "goodput predicted",
         "goodput measured",
-        "apart, %",
+        "error, %",
         "within 2 points and 10 %",
     )
     return f"{about}\n\n{table(head, [_shown(row, found['fitted_to']) for row in found['rows']])}"

@@ -1,12 +1,12 @@
 """Small sums, products, chains and word problems in plain English, for a pre-trained model.
 
-SmolLM2-135M answers a few per cent of them at temperature 1, in as many words as it likes: there is
-something to learn, and lengths are its own. The reward reads the last number of a response.
+SmolLM2-135M answers a few per cent of them at temperature 1, with natural lengths, so there is
+something to learn. The reward reads the last number of a response.
 
     What is 7 + 5?
     Mia has 6 boxes with 4 pens in each. She gives away 5 pens. How many pens are left?
 
-The numbers of a question decide whether it belongs to `train` or to `test`, so the two share none.
+The numbers of a question determine its split, so `train` and `test` share none.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionSettings:
-    """Generated questions; the four kinds take turns."""
+    """Generated questions, alternating between the four kinds."""
 
     count: int = 8192
-    """Rows; a question may be asked twice."""
+    """Number of rows; questions may repeat."""
     seed: int = 0
-    """Another seed gives other questions."""
+    """Seed of the questions."""
     split: Split = "train"
-    """The part of all questions to draw from; the two share no numbers within a kind."""
+    """The split; the two share no numbers within a kind."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -62,7 +62,7 @@ def question_rows(settings: QuestionSettings) -> list[dict[str, object]]:
 
 
 def split_of(kind: str, numbers: Sequence[int]) -> Split:
-    """Where a question belongs, decided by its kind and numbers, whatever their order.
+    """The split of a question, which depends on its kind and numbers but not on their order.
 
     >>> split_of("sum", [3, 4]) == split_of("sum", [4, 3])
     True
@@ -75,7 +75,7 @@ _NUMBERS = {"sum": 2, "product": 2, "chain": 4, "story": 3}
 
 
 def _question(kind: str, numbers: Sequence[int], style: int) -> tuple[str, int]:
-    """The text and its answer; `style` chooses the wording."""
+    """The text and its answer; `style` selects the wording."""
     name, thing = _NAMES[style % 8], _THINGS[style // 8 % 8]
     if kind == "sum":
         a, b = numbers

@@ -1,7 +1,7 @@
-"""docs/results.md: each claim with one table, one picture, and what it does not show.
+"""docs/results.md: each claim with one table, one chart, and its limits.
 
-The tables are made from the same records as the appendix (docs/result-tables.md); the sentences
-around them stand in summary.md, one part for each name of `TABLES`.
+The tables are built from the same records as the appendix (docs/result-tables.md); the text around
+them is in summary.md, with one placeholder per name of `TABLES`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from experiments import grpo_trl, learning_rates
 from experiments.learning_seeds import difference
 from experiments.markdown import percent, table
-from experiments.pieces import ROOT
 from experiments.record import Record, Results
+from experiments.trials import ROOT
 
 _SHOWN = ("sync", "sorted/on_policy", "sorted/coupled", "sorted/partial +1")
 _NAMES = {"smollm2-135m": "SmolLM2-135M", "qwen2_5-1_5b": "Qwen2.5-1.5B shape"}
 
 
 def summary(results: Results) -> str:
-    """The page: `summary.md` with a table in the place of each `{name}`.
+    """The page: `summary.md` with a table for each placeholder `{name}`.
 
-    A table without results is left out, so that the page of another machine's results is whole.
+    Tables without results are marked as not measured.
     """
     text = (ROOT / "experiments" / "summary.md").read_text(encoding="utf-8")
     for name, (folder, made) in TABLES.items():
@@ -204,4 +204,4 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "trl": ("grpo_trl", _grpo_trl),
     "predictions": ("prediction", _predictions),
 }
-"""What stands in `summary.md` in braces: the folder of its results, and what makes it."""
+"""The placeholders of `summary.md`: the folder of results, and the function for the table."""

@@ -320,7 +320,7 @@ def test_the_flags_of_an_evaluation_are_those_of_a_training_run(flag):
 
 def test_a_flag_that_two_sections_have_must_name_one(refused):
     said = refused("train", "--kind", "none")
-    assert "--kind could be several; give --correction.kind or --cluster" in said
+    assert "--kind is ambiguous; give --correction.kind or --cluster" in said
 
 
 def test_a_simulation_takes_flags_with_their_sections(capsys):

@@ -119,7 +119,7 @@ def test_the_prompt_that_was_asked_for_is_written(said, tmp_path, capsys):
     path.write_text(json.dumps(own | {"gold": 3}) + "\n")
     words = ["--prompt-field", "question", "--answer-field", "gold"]
     main(["data", "generate", str(path), "--out", str(out), *words])
-    assert "what the rows had in a column of that name is left out" in capsys.readouterr().err
+    assert "the original column prompt is dropped" in capsys.readouterr().err
     written = json.loads(out.read_text())
     assert written == {"prompt": "right", "place": "Paris", "task": "mine", "answer": 3}
     assert json.loads(said("show", str(path), "--json", *words)) == [written]

@@ -244,7 +244,7 @@ def test_the_table_is_for_people(two_models, capsys, tmp_path, monkeypatch):
     assert main(["eval", *two_models, "--tasks", PUZZLES, "--max-tokens", "4"]) == 0
     printed = capsys.readouterr().out
     assert "mean@1" in printed
-    assert "before against after, paired by prompt" in printed
+    assert "before vs after, paired by prompt" in printed
     assert "note: before" in printed
     assert "only 0.0 % of the responses give an answer in the requested format" in printed
 
@@ -259,7 +259,7 @@ def test_the_table_is_for_people(two_models, capsys, tmp_path, monkeypatch):
         (["some/model", "some/model", "--tasks", PUZZLES], "each model can be given once"),
         (["some/model", "--tasks", PUZZLES, "--reward", "lgoic"], "did you mean 'logic'"),
         (["some/model", "--tasks", PUZZLES, "--reward", "none:f"], "there is no module 'none'"),
-        (["some/model", "--tasks", PUZZLES, "--samples", "2", "--temperature", "0"], "same"),
+        (["some/model", "--tasks", PUZZLES, "--samples", "2", "--temperature", "0"], "identical"),
         (["some/model", "--tasks", PUZZLES, "--reward-options", "rihgt=1"], "'rihgt'"),
         (["some/model", "--tasks", PUZZLES, "--reward-options", "right"], "name=value"),
         (["no/such/model", "--tasks", PUZZLES], "no/such/model: no such file or folder"),

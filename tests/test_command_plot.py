@@ -247,7 +247,10 @@ def test_where_no_text_can_be_drawn_a_png_is_refused(monkeypatch):
         (("slots", "RUN", "--out", "p.png", "--width", "0"), "must lie in 1..20000 pixels, got 0"),
         (("slots", "RUN", "--out", "p.svg", "--groups", "0"), "at least 1, got 0"),
         (("slots", "RUN", "--out", "p.svg", "--seconds", "9", "3"), "got 9.0 3.0"),
-        (("slots", "RUN", "--out", "p.svg", "--seconds", "1e5", "2e5"), "before the runs end"),
+        (
+            ("slots", "RUN", "--out", "p.svg", "--seconds", "1e5", "2e5"),
+            "before the end of the runs",
+        ),
         (
             ("slots", "RUN", "--out", "p.svg", "--seconds", "1", "3", "--groups", "1"),
             "not both",

@@ -150,7 +150,7 @@ def test_a_model_without_weights_is_refused_and_nothing_is_written(capsys, tmp_p
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["nowhere"], "the first word must be a .toml file, got 'nowhere'"),
+        (["nowhere"], "the first argument must be a .toml file, got 'nowhere'"),
         (["--epochs", "0"], "epochs must be at least 1, got 0"),
         (["--optimiser.mini-batches", "2"], "set batch_tokens and epochs"),
         (["--optimiser.schedule", "cosinus"], "did you mean 'cosine'?"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.buffer import Buffer, Feed
 from sortedrl.core.controller import Controller
-from sortedrl.core.strategies import Plan
+from sortedrl.core.strategies import RoundPlan
 from worlds import done, fresh, schedules
 
 
@@ -94,22 +94,22 @@ def test_answers_that_wait_for_their_siblings_count_as_left():
 def test_work_is_started_up_to_the_free_slots_and_the_limit_of_the_plan():
     controller = Controller(Schedule(group_prompts=8, update_batch=3))
     buffer = buffer_with(ready=2, running=3, waiting=3)
-    assert controller.to_start(buffer, Plan(), free_slots=5) == 5
-    assert controller.to_start(buffer, Plan(limit=6), free_slots=5) == 1
-    assert controller.to_start(buffer, Plan(limit=4), free_slots=5) == 0
-    assert controller.to_start(buffer, Plan(limit=20), free_slots=5) == 5
+    assert controller.to_start(buffer, RoundPlan(), free_slots=5) == 5
+    assert controller.to_start(buffer, RoundPlan(limit=6), free_slots=5) == 1
+    assert controller.to_start(buffer, RoundPlan(limit=4), free_slots=5) == 0
+    assert controller.to_start(buffer, RoundPlan(limit=20), free_slots=5) == 5
 
 
 def test_prompts_are_loaded_only_for_a_free_slot():
     controller = Controller(Schedule(group_prompts=8, update_batch=3))
-    assert controller.prompts_to_load(Buffer(), Plan(), free_slots=0) == 0
-    assert controller.prompts_to_load(Buffer(), Plan(), free_slots=1) == 8
+    assert controller.prompts_to_load(Buffer(), RoundPlan(), free_slots=0) == 0
+    assert controller.prompts_to_load(Buffer(), RoundPlan(), free_slots=1) == 8
 
 
 def test_a_plan_that_ran_dry_before_a_batch_is_complete_gives_way_to_any_work():
     controller = Controller(Schedule(strategy="tail_batching", group_prompts=8, update_batch=3))
     plan = controller.plan(Buffer(), is_exhausted=False)
-    anything = Plan(feed=Feed.OLDEST_FIRST, target=3)
+    anything = RoundPlan(feed=Feed.OLDEST_FIRST, target=3)
     assert controller.widened(buffer_with(ready=2, running=0, waiting=2), plan) == anything
     assert controller.widened(buffer_with(ready=2, running=0, waiting=2), anything) is None
     assert controller.widened(buffer_with(ready=3, running=0, waiting=2), plan) is None

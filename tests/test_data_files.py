@@ -92,9 +92,9 @@ def test_blank_lines_and_a_byte_order_mark_do_no_harm(tmp_path):
         ("deep.jsonl", b'{"a": ' + b"[" * 90_000, ":1: must be nested at most 100 levels"),
         ("deeper.json", b"[" * 90_000, ": must be nested at most 100 levels"),
         ("nested.jsonl", b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", ":1: the column 'a' must be"),
-        ("half.jsonl", b'{"a": 1}\n{"a": "\\ud800"}', r":2: the column 'a' holds half of a"),
-        ("halfname.jsonl", b'{"\\udfff": 1}', r":1: the column '\\udfff' holds half of a"),
-        ("halfinside.json", b'[{"a": [{"b": "x\\udc00"}]}]', r":1: the column 'a' holds half"),
+        ("half.jsonl", b'{"a": 1}\n{"a": "\\ud800"}', r":2: the column 'a' has half a"),
+        ("halfname.jsonl", b'{"\\udfff": 1}', r":1: the column '\\udfff' has half a"),
+        ("halfinside.json", b'[{"a": [{"b": "x\\udc00"}]}]', r":1: the column 'a' has half"),
         ("nan.jsonl", b'{"a": NaN}', ":1: numbers must be finite, got NaN; write null"),
         ("minus.json", b'[{"a": [-Infinity]}]', ": numbers must be finite, got -Infinity"),
         ("overflow.jsonl", b'{"a": 1e999}', ":1: the column 'a' must hold finite numbers"),
@@ -152,7 +152,7 @@ def test_a_folder_and_a_name_that_cannot_be_one_are_refused(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(DataError, match="must be a file, is a folder"):
         list(read_records(tmp_path / name))
-    with pytest.raises(DataError, match="cannot hold the character NUL"):
+    with pytest.raises(DataError, match="cannot contain a NUL character"):
         list(read_records(tmp_path / f"a\0{name}"))
 
 
@@ -183,7 +183,7 @@ def test_every_type_of_a_parquet_column_becomes_what_json_can_hold(tmp_path, col
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        (NO_TEXT, r":1: the column 'a' holds bytes that are no UTF-8 text"),
+        (NO_TEXT, r":1: the column 'a' has bytes that are not UTF-8 text"),
         (pyarrow.array([float("-inf")]), r":1: the column 'a' must hold finite numbers, got -inf"),
         (pyarrow.array([2**60], pyarrow.timestamp("us")), ": the column 'a' cannot be read"),
         (pyarrow.array([0], pyarrow.timestamp("us", tz="No/Where")), ": the column 'a' cannot be"),

@@ -784,7 +784,7 @@ def test_closing_waits_for_a_hung_member_no_longer_than_the_patience(open_pool):
     hung.hangs_at.add("submit")
     pool.submit([answer_to(0)], tolerance=None)
     pool.close()
-    assert pool.warnings == ["engine 1 of 2 (hung) hangs, and is abandoned without being closed"]
+    assert pool.warnings == ["engine 1 of 2 (hung) hangs and is abandoned without closing it"]
 
 
 def test_a_pool_can_be_a_member_of_a_pool(open_pool):

@@ -232,7 +232,7 @@ def test_an_engine_that_was_faster_than_the_interruption_is_interrupted_again(mo
         (KeepsOldVersion, "must report version 1, got 0"),
         (LosesAnAnswer, "it lost"),
         (LosesAnInterruptedAnswer, "1 answers did not come back from an interruption"),
-        (LosesTokensWhenInterrupted, "never gave back an answer that was begun and not complete"),
+        (LosesTokensWhenInterrupted, "never returned an answer that was started and incomplete"),
         (GivesAnAnswerTwice, "came back twice"),
         (ForgetsWhatWasWritten, "tokens when it was resumed"),
         (StampsTheNewestVersion, "with the version of other weights"),
@@ -305,9 +305,9 @@ def test_what_an_engine_that_failed_has_printed_is_shown():
 
 def test_an_engine_that_crashes_fails_with_its_last_words():
     verdict = watched(python("raise MemoryError('no room')"), seconds=30)
-    assert verdict.reason == "its process ended with code 1 and no result: MemoryError: no room"
+    assert verdict.reason == "its process exited with code 1 without a result: MemoryError: no room"
     verdict = watched(python("import os; os.abort()"), seconds=30)
-    assert verdict.reason.startswith("its process ended with code -6 and no result")
+    assert verdict.reason.startswith("its process exited with code -6 without a result")
 
 
 def is_let_go(reader):

@@ -189,7 +189,7 @@ def test_a_number_that_json_does_not_have_is_never_written(tmp_path, reward):
 def test_an_answer_is_written_once(tmp_path):
     writer = opened(tmp_path)
     writer.append(answer(0, 0))
-    with pytest.raises(DataError, match="already there"):
+    with pytest.raises(DataError, match="already exists"):
         writer.append(answer(0, 0))
     writer.close()
 
@@ -276,7 +276,7 @@ def test_files_of_others_by_our_names_are_left_alone(tmp_path, name, content, re
 
 
 def test_a_folder_without_answers_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"absent: .* must hold samples.jsonl"):
+    with pytest.raises(DataError, match=r"absent: .* must have samples.jsonl"):
         read_results(tmp_path / "absent")
 
 

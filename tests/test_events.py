@@ -152,7 +152,7 @@ def test_a_log_with_a_line_missing_is_read_or_refused_and_measured_without_a_fau
             '"reason":"tired","running":0,"engine_decoded":1,"engine_prefilled":1}',
             "unknown reason 'tired'",
         ),
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 100_000, "must not be nested this deeply"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_its_line(line, said, tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 
 from knights_reading import read_compact, split_symbols
 from sortedrl.data.knights_puzzle import Claim, Puzzle, parse_puzzle
-from sortedrl.data.knights_rows import Shape, generate
+from sortedrl.data.knights_rows import StatementShape, generate
 from sortedrl.data.knights_wording import PEOPLE, compact_answer, compact_prompt, compact_trace
 from test_knights_puzzle import is_true, puzzles
 from test_knights_solver import brute_force
@@ -102,7 +102,7 @@ def test_every_symbol_of_a_trace_follows_and_it_ends_in_a_solution(puzzle):
 
 @pytest.mark.parametrize("people", range(2, 8))
 def test_generated_puzzles_are_explained_symbol_by_symbol(people):
-    for puzzle in generate(people, 5, shape=Shape(depth=2, width=3)):
+    for puzzle in generate(people, 5, shape=StatementShape(depth=2, width=3)):
         roles = check(compact_prompt(puzzle), compact_trace(puzzle))
         assert {roles} == brute_force(puzzle.text)
 

@@ -13,7 +13,7 @@ from sortedrl.data.knights_puzzle import (
     holds,
     solutions,
 )
-from sortedrl.data.knights_rows import FORMS, Shape, generate
+from sortedrl.data.knights_rows import FORMS, StatementShape, generate
 from sortedrl.errors import ConfigError
 from test_knights_canonical import brute_force_key, split_of
 from test_knights_puzzle import depth
@@ -23,7 +23,7 @@ from test_knights_solver import brute_force
 def shapes():
     """Shapes with enough puzzles to draw a few; without `and` and `or` width does not matter."""
     forms = st.lists(st.sampled_from(FORMS), min_size=3, unique=True).map(tuple)
-    return st.builds(Shape, forms=forms, width=st.integers(2, 4), depth=st.integers(1, 3))
+    return st.builds(StatementShape, forms=forms, width=st.integers(2, 4), depth=st.integers(1, 3))
 
 
 def form_of(statement):
@@ -134,14 +134,14 @@ def test_an_exhausted_space_is_refused_and_every_puzzle_of_it_was_found():
     right = [p for p in every if len(brute_force(p.text)) == 1 and says_something(p)]
     keys = {brute_force_key(puzzle): puzzle for puzzle in right}
     train = sum(split_of(puzzle, 0.1) == "train" for puzzle in keys.values())
-    with pytest.raises(ConfigError, match=f"2 people were asked for, but only {train} were found"):
-        generate(2, 1000, shape=Shape(forms=forms))
-    assert len(generate(2, train, shape=Shape(forms=forms))) == train
+    with pytest.raises(ConfigError, match=f"2 people were requested, but only {train} were found"):
+        generate(2, 1000, shape=StatementShape(forms=forms))
+    assert len(generate(2, train, shape=StatementShape(forms=forms))) == train
 
 
 def test_two_people_who_only_claim_have_no_puzzle_at_all():
     with pytest.raises(ConfigError, match="only 0 were found in"):
-        generate(2, 1, shape=Shape(forms=("claim",)))
+        generate(2, 1, shape=StatementShape(forms=("claim",)))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_two_people_who_only_claim_have_no_puzzle_at_all():
 )
 def test_impossible_shapes_are_refused(change, reason):
     with pytest.raises(ConfigError, match=reason):
-        Shape(**change)
+        StatementShape(**change)
 
 
 @pytest.mark.parametrize("people", [1, 9])

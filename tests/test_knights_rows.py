@@ -141,7 +141,7 @@ def test_impossible_settings_are_refused(change, reason):
 
 def test_too_many_rows_for_the_space_are_refused():
     settings = KnightsSettings(people=(2, 3), count=2000, forms=("claim", "not"))
-    with pytest.raises(ConfigError, match="puzzles with 2 people were asked for, but only"):
+    with pytest.raises(ConfigError, match="puzzles with 2 people were requested, but only"):
         knights_rows(settings)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from knights_reading import read_statement
 from sortedrl.data.knights_puzzle import parse_puzzle
-from sortedrl.data.knights_rows import Shape, generate
+from sortedrl.data.knights_rows import StatementShape, generate
 from sortedrl.data.knights_wording import Roles, answer_text, draw_names, trace
 from test_knights_puzzle import is_true, puzzles
 from test_knights_solver import brute_force
@@ -112,7 +112,7 @@ def test_every_line_of_a_trace_follows_and_it_ends_in_a_solution(puzzle, seed):
 
 @pytest.mark.parametrize("people", range(2, 8))
 def test_generated_puzzles_are_explained_line_by_line(people):
-    for number, puzzle in enumerate(generate(people, 6, shape=Shape(depth=2, width=3))):
+    for number, puzzle in enumerate(generate(people, 6, shape=StatementShape(depth=2, width=3))):
         names = draw_names(people, number)
         assert {check(puzzle, names, trace(puzzle, names))} == brute_force(puzzle.text)
 

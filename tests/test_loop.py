@@ -376,7 +376,7 @@ def test_a_source_that_promises_prompts_and_gives_none_stops_the_run():
             return []
 
     loop, _ = make_loop(six())
-    with pytest.raises(BufferStateError, match="round 0 moved nothing"):
+    with pytest.raises(BufferStateError, match="round 0 made no progress"):
         list(replace(loop, prompts=Empty()).run())
 
 

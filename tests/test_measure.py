@@ -217,7 +217,7 @@ def _trained_mean(events, *words):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.jsonl", "", "holds no answer"),
+        ("a.jsonl", "", "has no answers"),
         ("a.jsonl", "nothing\n", "not JSON lines"),
         ("a.jsonl", '{"reward": 1}\n', "a line must have one of tokens"),
         ("a.jsonl", '{"tokens": "many"}\n', "tokens must be a number"),
@@ -232,5 +232,5 @@ def test_a_log_that_cannot_be_read_is_refused(tmp_path, name, text, words):
 
 
 def test_a_pickle_is_never_opened(tmp_path):
-    with pytest.raises(ConfigError, match="is a pickle, which could run anything"):
+    with pytest.raises(ConfigError, match="is a pickle, which can run arbitrary code"):
         read_observed(tmp_path / "rollout_3.pt")

@@ -324,7 +324,7 @@ def test_a_resume_after_every_update_changes_no_number():
 
 
 def test_a_log_that_does_not_open_with_begin_is_refused():
-    with pytest.raises(ValueError, match="opens with 'begin', got 'start'"):
+    with pytest.raises(ValueError, match="must start with 'begin', got 'start'"):
         measure([start(0.0)])
     with pytest.raises(ValueError, match="empty"):
         measure([])

@@ -399,7 +399,7 @@ def test_a_quantized_model_is_refused_before_its_weights_are_read(tmp_path):
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     config.save_pretrained(tmp_path)
     with pytest.raises(
-        ModelError, match=r"must hold plain weights, got weights quantized with 'gptq'"
+        ModelError, match=r"must have unquantized weights, got weights quantized with 'gptq'"
     ):
         load_model(tmp_path, dtype=None, device="cpu")
 

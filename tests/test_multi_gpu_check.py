@@ -45,7 +45,7 @@ def test_without_gpus_a_part_says_what_it_needs_or_is_tried_on_cpus(check, capsy
     assert check.main(given) == 0
     out = capsys.readouterr().out
     assert "skipped  ipc" in out
-    assert "is about GPUs alone" in out
+    assert "tests GPUs only" in out
     parts = json.loads((tmp_path / "found.json").read_text())["parts"]
     assert [part["verdict"] for part in parts] == ["skipped", "ok", "ok"]
     assert parts[2]["words"].endswith("over gloo")

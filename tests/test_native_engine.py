@@ -808,7 +808,7 @@ def test_what_needs_an_idle_engine_or_a_tokenizer_says_so():
     (stopped,) = engine.interrupt()
     with pytest.raises(RequestError, match="no tokenizer; give it one, or prompts as tokens"):
         engine.generate(["text"], progress=False)
-    with pytest.raises(RequestError, match=r"must be a list, got one text; write generate"):
+    with pytest.raises(RequestError, match=r"must be a list, got a string; use generate"):
         engine.generate("text", progress=False)
     with pytest.raises(RequestError, match=r"text or token ids, got .*apply_chat_template"):
         engine.generate([[{"role": "user", "content": "hi"}]], progress=False)
@@ -857,7 +857,7 @@ UNSUITED = {
     "double precision": (lambda: tiny_model().double(), "must be in float32, float16 or bfloat16"),
     "capped scores": (lambda: causal(Gemma2Config(**SIZES)), "capped scores"),
     "sinks": (lambda: causal(GptOssConfig(**SIZES, num_local_experts=2)), "sinks"),
-    "both directions": (lambda: BertLMHeadModel(BertConfig(**SIZES)), "computes something else"),
+    "both directions": (lambda: BertLMHeadModel(BertConfig(**SIZES)), "gives other results"),
     "chunked layers": (
         lambda: causal(Llama4TextConfig(**SIZES, num_local_experts=2, intermediate_size_mlp=16)),
         "layers of kind chunked_attention",

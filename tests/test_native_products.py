@@ -81,7 +81,7 @@ def test_a_product_that_is_never_the_same_is_reported(caplog):
     with caplog.at_level(logging.WARNING):
         assert invariant_products(model, model.products(noisy), sizes=SIZES) == {}
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "32 x 48 weights in torch.float32 give a row other bits" in caplog.text
+    assert "32 x 48 weights in torch.float32 are not batch-invariant" in caplog.text
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 32), (130, 32), (2, 3, 4, 32)])

@@ -134,13 +134,13 @@ def test_chosen_answers_are_of_all_ranks_of_length(stride):
 
 def test_the_page_says_how_many_of_how_many_answers_it_shows(monkeypatch):
     kept = [answer(number) for number in range(40)]
-    assert "All 40 answers that the run logged as text" in learning.answers_section(
+    assert "All 40 answers logged as text by the run" in learning.answers_section(
         [answered("a", kept)]
     )
     monkeypatch.setattr(learning, "MAX_ANSWERS", 10)
     runs = [answered("a", kept), answered("b", []), answered("c", kept[:3])]
     text = learning.answers_section(runs)
-    assert "10 of 43 answers that the runs logged as text" in text
+    assert "10 of 43 answers logged as text by the runs" in text
     assert "sampled evenly" in text
     assert "No answers from b." in text
     assert learning.answers_data(runs)["run"] == [0] * 7 + [2] * 3

@@ -12,8 +12,8 @@ from sortedrl.core.events import Score, Scored
 from sortedrl.core.meter import ks_distance
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections.lengths import (
-    Lengths,
-    Shape,
+    Histogram,
+    RunLengths,
     bias_text,
     histograms,
     length_bins,
@@ -100,7 +100,7 @@ def test_the_largest_gap_is_the_ks_distance_to_a_fine_sample_of_what_is_written(
 
 @pytest.mark.parametrize("trained", [1, 9])
 def test_the_gap_counts_whichever_side_is_longer(trained):
-    lengths = Lengths(
+    lengths = RunLengths(
         written=Survival(survival=((1, 0.75), (9, 0.0))),
         unseen=0.0,
         trained=Counter({trained: 5}),
@@ -206,7 +206,7 @@ def test_written_lengths_are_an_outline_over_what_was_trained_on():
     bins = bins_of(values)
     counts = Counter(values)
     shares = bins.shares((n, times / 50) for n, times in counts.items())
-    shape = Shape(
+    shape = Histogram(
         name="run",
         note="",
         written=shares,

@@ -282,7 +282,7 @@ def test_a_run_killed_in_mid_line_shows_as_far_as_it_came(tmp_path):
     assert told["updates"] == [f"{figures.updates}"]
     header = re.compile(r"<header>.*?</header>", re.DOTALL)
     (note,) = Reader(header.search(read([run, found]).text).group()).texts("li")
-    assert note.startswith("torn is still running, or was stopped before the end of its data")
+    assert note.startswith("torn is in progress or was stopped early")
     assert f"{figures.trajectories} answers" in note
     assert "<li>" not in header.search(read([run]).text).group()
 
@@ -360,7 +360,7 @@ def test_equal_runs_say_that_nothing_differs():
 @pytest.mark.parametrize("others", [[], [("b", {"seed": 1})]])
 def test_a_run_without_settings_says_so(others):
     text = settings_section([configured("a", None), *(configured(*other) for other in others)])
-    assert "No settings are known for a: there is no config.toml." in text
+    assert "The settings of a are unknown: there is no config.toml." in text
     assert ("<details" in text) == bool(others)
 
 

@@ -22,8 +22,8 @@ from sortedrl.report.sections.slots import (
     FALLBACK_BARS,
     MAX_COLUMNS,
     TICKS,
-    Step,
     Strip,
+    StripColumn,
     bubbles_section,
     closing_rounds,
     group_columns,
@@ -361,7 +361,7 @@ def test_full_slots_are_told_in_words_and_not_drawn():
 
 def test_strips_share_their_scales():
     def strip(name, share, end):
-        step = Step(start=0.0, end=end, share=share, tooltip=name)
+        step = StripColumn(start=0.0, end=end, share=share, tooltip=name)
         return Strip(name=name, note="", steps=(step,), level=share)
 
     rows = [strip("one", 0.6, 10.0), strip("two", 0.3, 5.0)]

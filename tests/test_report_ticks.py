@@ -155,7 +155,7 @@ def test_sorted_coupled_keeps_what_the_new_weights_still_write():
           5 s  D is complete with 5 tokens
                harvest A C D; interrupt B E F and keep their 5 3 2 tokens
                update 1 trains A C D with 2 3 5 tokens
-          6 s  resume B E F after 5 3 2 tokens, of which 2 3 2 still hold
+          6 s  resume B E F after 5 3 2 tokens, of which 2 3 2 are kept
           7 s  E is complete with 4 tokens
          11 s  B is complete with 7 tokens
          13 s  F is complete with 9 tokens
@@ -170,7 +170,7 @@ def test_answers_to_one_prompt_are_told_apart_in_the_story():
     text = " ".join(text.split())
     assert "load group 0: A0 A1 B0 B1 C0 C1 D0 D1 E0 E1 F0 F1" in text
     assert "C0 D0 waited through the update and are queued again with 4 2 tokens" in text
-    assert "resume C1 D1 C0 D0 after 4 1 4 2 tokens, of which 3 1 0 2 still hold" in text
+    assert "resume C1 D1 C0 D0 after 4 1 4 2 tokens, of which 3 1 0 2 are kept" in text
 
 
 def test_stale_tokens_that_are_dropped_start_again_from_nothing():
@@ -184,10 +184,10 @@ def test_a_run_whose_steps_do_not_take_one_second_is_refused():
     events = []
     schedule = replace(paper.schedule, group_prompts=4, update_batch=2)
     simulate(replace(paper, groups=1, schedule=schedule), record=events.append)
-    with pytest.raises(ConfigError, match="every decode step takes 1 second"):
+    with pytest.raises(ConfigError, match="decode steps take 1 second"):
         ticks(events)
 
 
 def test_more_prompts_than_letters_are_refused():
-    with pytest.raises(ConfigError, match="there may be 26, got 128"):
+    with pytest.raises(ConfigError, match="at most 26 are possible, got 128"):
         told("picture", strategy="sync", mode="on_policy")

@@ -453,7 +453,7 @@ def test_outcomes_tell_finished_interrupted_and_discarded_apart():
 
 
 def test_a_log_without_its_begin_is_refused():
-    with pytest.raises(ValueError, match="opens with 'begin'"):
+    with pytest.raises(ValueError, match="must start with 'begin'"):
         lanes([start(0, prompt=0, running=1)])
     with pytest.raises(ValueError, match="empty"):
         lanes([])

@@ -142,7 +142,7 @@ def test_a_log_that_does_not_open_with_begin_is_told(tmp_path):
     run = FollowedRun(write_run(tmp_path / "mine", b"".join(LINES[1:5])), name="mine")
     run.look()
     assert run.record is None
-    assert "a log opens with 'begin'" in run.note
+    assert "a log must start with 'begin'" in run.note
 
 
 def test_a_bare_log_can_be_followed(tmp_path):
@@ -630,4 +630,4 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path):
         finally:
             command.kill()
     assert command.returncode == 0
-    assert errors == f"watching {folder} at {url} (Ctrl-C ends it)\nstopped\n"
+    assert errors == f"watching {folder} at {url} (Ctrl-C stops it)\nstopped\n"

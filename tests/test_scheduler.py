@@ -168,9 +168,7 @@ def test_calls_out_of_order_are_refused():
     started = scheduler.to_start()
     with pytest.raises(BufferStateError, match="comes after interrupted"):
         scheduler.batch()
-    with pytest.raises(
-        BufferStateError, match="3 trajectories that were started are still missing"
-    ):
+    with pytest.raises(BufferStateError, match="3 started trajectories are missing"):
         scheduler.interrupted()
     scheduler.interrupted(started)
     assert scheduler.batch() is None
@@ -295,5 +293,5 @@ def test_a_scheduler_is_saved_between_batches_only(tmp_path):
     scheduler.to_start()
     with pytest.raises(BufferStateError, match="saved between two batches"):
         scheduler.save(tmp_path)
-    with pytest.raises(DataError, match="holds no saved scheduler"):
+    with pytest.raises(DataError, match="has no saved scheduler"):
         Scheduler.load(tmp_path, [], slots=1)

@@ -20,7 +20,7 @@ from sortedrl.simulate.engine import (
     SimulatedTrainer,
     Zeros,
 )
-from sortedrl.simulate.lengths import Lengths, LengthSettings, Parting
+from sortedrl.simulate.lengths import Divergence, Lengths, LengthSettings
 from sortedrl.types import Prompt, Segment, TrainBatch, Weights
 from worlds import done, fresh
 
@@ -247,7 +247,7 @@ def test_tokens_of_the_present_version_and_infinite_tolerance_are_always_kept():
 def test_after_a_mismatch_the_answer_is_longer_than_what_was_kept(seed, kept, after):
     lengths = lengths_of(LengthSettings(median=10, after_mismatch=after), max_tokens=60)
     (trajectory,) = group_of(1, seed=seed)
-    length = lengths.length(trajectory, version=1, parting=Parting(1, kept))
+    length = lengths.length(trajectory, version=1, divergence=Divergence(1, kept))
     assert kept < length <= 60
     if after == "same":
         assert length == max(kept + 1, lengths.length(trajectory, version=1))

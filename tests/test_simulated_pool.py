@@ -207,8 +207,8 @@ def test_each_engine_takes_the_time_of_its_own_sequences(values, engines, sigma)
     ends = {}
     while len(ends) < len(values):
         ends |= {t.prompt.id: clock.seconds() for t in pool.step().finished}
-    slownesses = PoolSettings(engines=engines, straggler_sigma=sigma).slownesses(0)
-    for number, slowness in enumerate(slownesses):
+    slowdowns = PoolSettings(engines=engines, straggler_sigma=sigma).slowdowns(0)
+    for number, slowdown in enumerate(slowdowns):
         alone = VirtualClock()
         engine = SimulatedEngine(
             slots=12,
@@ -228,13 +228,13 @@ def test_each_engine_takes_the_time_of_its_own_sequences(values, engines, sigma)
         while left:
             for answer in engine.step().finished:
                 left -= 1
-                assert ends[answer.prompt.id] == pytest.approx(alone.seconds() * slowness)
+                assert ends[answer.prompt.id] == pytest.approx(alone.seconds() * slowdown)
 
 
 def test_new_work_joins_after_the_step_that_is_under_way():
     clock = VirtualClock()
     settings = PoolSettings(engines=2, slow_share=0.5)
-    slow = settings.slownesses(0).index(2.0)
+    slow = settings.slowdowns(0).index(2.0)
     values = [1, 1, 3, 3, 3]
     values[slow] = 10
     pool = pool_of(*values, clock=clock, engines=2, slow_share=0.5)
@@ -415,9 +415,9 @@ def test_the_slots_are_shared_as_evenly_as_they_go(engines, more):
 
 def test_the_seed_decides_who_is_slow_and_how_many_are_is_given():
     settings = PoolSettings(engines=100, slow_share=0.1, straggler_sigma=0.2)
-    assert settings.slownesses(0) == settings.slownesses(0) != settings.slownesses(1)
-    assert min(settings.slownesses(0)) >= 1
-    slow = replace(settings, straggler_sigma=0.0).slownesses(3)
+    assert settings.slowdowns(0) == settings.slowdowns(0) != settings.slowdowns(1)
+    assert min(settings.slowdowns(0)) >= 1
+    slow = replace(settings, straggler_sigma=0.0).slowdowns(3)
     assert Counter(slow) == {2.0: 10, 1.0: 90}
 
 

@@ -8,7 +8,7 @@ from sortedrl.config.schedule import Schedule
 from sortedrl.core.buffer import Buffer, Feed
 from sortedrl.core.strategies import (
     April,
-    Plan,
+    RoundPlan,
     Sorted,
     Sync,
     TailBatching,
@@ -48,9 +48,9 @@ def test_a_schedule_names_its_strategy(name):
 def test_sync_loads_one_update_batch_of_prompts_when_everything_is_trained():
     schedule = Schedule(strategy="sync", group_prompts=8, samples_per_prompt=4, update_batch=10)
     strategy = Sync(schedule)
-    assert strategy.prompts_to_load(holding(), Plan()) == 3
-    assert strategy.prompts_to_load(holding(ready=1), Plan()) == 0
-    assert strategy.plan(holding(), is_exhausted=False) == Plan(target=None)
+    assert strategy.prompts_to_load(holding(), RoundPlan()) == 3
+    assert strategy.prompts_to_load(holding(ready=1), RoundPlan()) == 0
+    assert strategy.plan(holding(), is_exhausted=False) == RoundPlan(target=None)
 
 
 def test_sync_trains_on_everything_at_once_in_the_order_of_the_data_set():
@@ -60,8 +60,8 @@ def test_sync_trains_on_everything_at_once_in_the_order_of_the_data_set():
 
 def test_posthoc_loads_a_whole_group_and_cuts_it_shortest_first():
     strategy = strategy_for(Schedule(strategy="posthoc", group_prompts=4, update_batch=2))
-    assert strategy.prompts_to_load(holding(), Plan()) == 4
-    assert strategy.prompts_to_load(holding(running=1), Plan()) == 0
+    assert strategy.prompts_to_load(holding(), RoundPlan()) == 4
+    assert strategy.prompts_to_load(holding(running=1), RoundPlan()) == 0
     assert strategy.batches(answers(9, 2, 7, 4)) == [[(1, 0), (3, 0)], [(2, 0), (0, 0)]]
 
 
@@ -102,55 +102,55 @@ def test_posthoc_without_units_sorts_siblings_apart():
 
 def test_sorted_harvests_at_one_update_batch_and_trains_on_everything_ready():
     strategy = Sorted(Schedule(group_prompts=8, update_batch=2))
-    assert strategy.plan(holding(), is_exhausted=False) == Plan(target=2)
+    assert strategy.plan(holding(), is_exhausted=False) == RoundPlan(target=2)
     assert strategy.batches(answers(9, 2, 2)) == [[(1, 0), (2, 0), (0, 0)]]
 
 
 def test_sorted_loads_the_next_group_only_when_the_last_one_is_trained():
     strategy = Sorted(Schedule(group_prompts=8, update_batch=2))
-    assert strategy.prompts_to_load(holding(), Plan()) == 8
-    assert strategy.prompts_to_load(holding(fresh_work=1), Plan()) == 0
-    assert strategy.prompts_to_load(holding(running=1), Plan()) == 0
-    assert strategy.prompts_to_load(holding(ready=1), Plan()) == 0
+    assert strategy.prompts_to_load(holding(), RoundPlan()) == 8
+    assert strategy.prompts_to_load(holding(fresh_work=1), RoundPlan()) == 0
+    assert strategy.prompts_to_load(holding(running=1), RoundPlan()) == 0
+    assert strategy.prompts_to_load(holding(ready=1), RoundPlan()) == 0
 
 
 def test_lookahead_lends_slots_only_to_the_next_groups_after_the_oldest_open_one():
     strategy = Sorted(Schedule(group_prompts=2, update_batch=1, lookahead=2))
     buffer = Buffer()
     for group in range(3):
-        assert strategy.prompts_to_load(buffer, Plan()) == 2
+        assert strategy.prompts_to_load(buffer, RoundPlan()) == 2
         buffer.load([fresh(2 * group, group=group), fresh(2 * group + 1, group=group)])
-        assert strategy.prompts_to_load(buffer, Plan()) == 0, "work waits"
+        assert strategy.prompts_to_load(buffer, RoundPlan()) == 0, "work waits"
         buffer.start(2, feed=Feed.OLDEST_FIRST)
-    assert strategy.prompts_to_load(buffer, Plan()) == 0, "groups 0, 1 and 2 are open"
+    assert strategy.prompts_to_load(buffer, RoundPlan()) == 0, "groups 0, 1 and 2 are open"
     for prompt in (2, 3, 4, 5):
         buffer.finish(done(fresh(prompt, group=prompt // 2)))
     buffer.take([(2, 0), (3, 0)])
     assert buffer.num_open_groups == 2
-    assert strategy.prompts_to_load(buffer, Plan()) == 0, "group 3 is 3 after the oldest, 0"
+    assert strategy.prompts_to_load(buffer, RoundPlan()) == 0, "group 3 is 3 after the oldest, 0"
     assert not strategy.loads_after_update(buffer)
     buffer.finish(done(fresh(0)))
     buffer.finish(done(fresh(1)))
-    assert strategy.prompts_to_load(buffer, Plan()) == 0, "group 0 is still untrained"
+    assert strategy.prompts_to_load(buffer, RoundPlan()) == 0, "group 0 is still untrained"
     assert strategy.loads_after_update(buffer)
     buffer.take([(0, 0), (1, 0)])
-    assert strategy.prompts_to_load(buffer, Plan()) == 2
+    assert strategy.prompts_to_load(buffer, RoundPlan()) == 2
 
 
 def test_ungrouped_runs_only_fresh_prompts_until_there_are_none():
     strategy = Ungrouped(Schedule(strategy="ungrouped", group_prompts=8, update_batch=2))
     plan = strategy.plan(holding(returned=3), is_exhausted=False)
-    assert plan == Plan(feed=Feed.FRESH_ONLY, target=2)
+    assert plan == RoundPlan(feed=Feed.FRESH_ONLY, target=2)
     assert strategy.prompts_to_load(holding(returned=3, running=2), plan) == 8
     assert strategy.prompts_to_load(holding(fresh_work=1), plan) == 0
-    assert strategy.plan(holding(returned=3), is_exhausted=True) == Plan(target=2)
+    assert strategy.plan(holding(returned=3), is_exhausted=True) == RoundPlan(target=2)
 
 
 def test_tail_batching_launches_too_many_fresh_ones_in_a_short_round():
     schedule = Schedule(strategy="tail_batching", group_prompts=8, update_batch=4, over_launch=1.5)
     strategy = TailBatching(schedule)
     plan = strategy.plan(holding(returned=3), is_exhausted=False)
-    assert plan == Plan(feed=Feed.FRESH_ONLY, target=4, limit=6)
+    assert plan == RoundPlan(feed=Feed.FRESH_ONLY, target=4, limit=6)
     assert strategy.prompts_to_load(holding(returned=3), plan) == 6
     assert strategy.prompts_to_load(holding(fresh_work=1, running=2, ready=1), plan) == 2
 
@@ -159,7 +159,7 @@ def test_tail_batching_runs_a_long_round_when_the_returned_ones_fill_a_batch():
     strategy = TailBatching(Schedule(strategy="tail_batching", group_prompts=8, update_batch=4))
     buffer = holding(returned=5, fresh_work=3)
     plan = strategy.plan(buffer, is_exhausted=False)
-    assert plan == Plan(feed=Feed.RETURNED_ONLY, target=None, limit=4)
+    assert plan == RoundPlan(feed=Feed.RETURNED_ONLY, target=None, limit=4)
     assert strategy.prompts_to_load(buffer, plan) == 0
 
 
@@ -168,7 +168,7 @@ def test_april_resumes_first_and_tops_up_with_new_prompts():
     strategy = April(schedule)
     buffer = holding(returned=3, fresh_work=1)
     plan = strategy.plan(buffer, is_exhausted=False)
-    assert plan == Plan(target=4, limit=8)
+    assert plan == RoundPlan(target=4, limit=8)
     assert strategy.prompts_to_load(buffer, plan) == 4
     assert [t.key for t in buffer.start(4, feed=plan.feed)] == [(0, 0), (1, 0), (2, 0), (3, 0)]
 

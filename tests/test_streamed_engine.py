@@ -475,7 +475,7 @@ def test_tokens_of_the_present_weights_need_no_verification():
 def test_new_weights_are_refused_while_answers_run_that_must_be_verified():
     with scripted() as (engine, backend):
         engine.submit([fresh(1)], tolerance=0.5)
-        with pytest.raises(RequestError, match="cannot tell which cached tokens"):
+        with pytest.raises(RequestError, match="cached tokens cannot be verified"):
             engine.load_weights(Weights(1))
         assert engine.version == 0
         finish(engine, backend, 1)

@@ -7,14 +7,19 @@ from hypothesis import strategies as st
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.events import Interrupt, Start
 from sortedrl.simulate.compare import simulate
-from sortedrl.simulate.lengths import LengthSettings, Stretch, stretches, written_lengths
+from sortedrl.simulate.lengths import (
+    LengthObservation,
+    LengthSettings,
+    length_observations,
+    written_lengths,
+)
 from sortedrl.simulate.settings import PRESETS
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 
 def test_complete_answers_give_their_own_distribution():
-    survival = written_lengths([Stretch(0, n, True) for n in (2, 4, 4, 10)])
+    survival = written_lengths([LengthObservation(0, n, True) for n in (2, 4, 4, 10)])
     assert survival.survival == ((2, 0.75), (4, 0.25), (10, 0.0))
     assert survival.mean == pytest.approx(5.0)
     assert survival.sample_lengths(4) == (2, 4, 4, 10)
@@ -24,33 +29,48 @@ def test_complete_answers_give_their_own_distribution():
 def test_an_interrupted_answer_counts_as_far_as_it_was_seen():
     # At length 4 two of three are left, and one ends; the one stopped at 3 says nothing there.
     survival = written_lengths(
-        [Stretch(0, 2, True), Stretch(0, 3, False), Stretch(0, 4, True), Stretch(0, 8, True)]
+        [
+            LengthObservation(0, 2, True),
+            LengthObservation(0, 3, False),
+            LengthObservation(0, 4, True),
+            LengthObservation(0, 8, True),
+        ]
     )
     assert survival.survival == ((2, 0.75), (4, 0.375), (8, 0.0))
 
 
 def test_a_resumed_answer_is_seen_only_from_its_entry_on():
-    survival = written_lengths([Stretch(0, 2, True), Stretch(0, 3, False), Stretch(3, 8, True)])
+    survival = written_lengths(
+        [
+            LengthObservation(0, 2, True),
+            LengthObservation(0, 3, False),
+            LengthObservation(3, 8, True),
+        ]
+    )
     assert survival.survival == ((2, 0.5), (8, 0.0))
 
 
 def test_what_was_never_seen_to_end_ends_at_the_longest_exit():
-    assert written_lengths([Stretch(0, 2, True), Stretch(0, 9, False)]).survival == (
+    assert written_lengths(
+        [LengthObservation(0, 2, True), LengthObservation(0, 9, False)]
+    ).survival == (
         (2, 0.5),
         (9, 0.0),
     )
-    assert written_lengths([Stretch(0, 5, False)]).mean == 5
-    assert written_lengths([Stretch(0, 9, True), Stretch(0, 9, False)]).survival == ((9, 0.0),)
+    assert written_lengths([LengthObservation(0, 5, False)]).mean == 5
+    assert written_lengths(
+        [LengthObservation(0, 9, True), LengthObservation(0, 9, False)]
+    ).survival == ((9, 0.0),)
 
 
 def test_a_stretch_without_tokens_shows_nothing():
-    with pytest.raises(ValueError, match="at least one stretch"):
-        written_lengths([Stretch(7, 7, True)])
+    with pytest.raises(ValueError, match="at least one observation"):
+        written_lengths([LengthObservation(7, 7, True)])
 
 
 @given(lengths)
 def test_with_nothing_interrupted_the_mean_is_the_plain_mean(values):
-    survival = written_lengths([Stretch(0, n, True) for n in values])
+    survival = written_lengths([LengthObservation(0, n, True) for n in values])
     assert survival.mean == pytest.approx(sum(values) / len(values))
     assert survival.sample_lengths(len(values)) == tuple(sorted(values))
 
@@ -61,18 +81,20 @@ def test_cutting_answers_into_resumed_stretches_changes_nothing(values, data):
     for value in values:
         cut = data.draw(st.integers(1, value))
         pieces += (
-            [Stretch(0, value, True)]
+            [LengthObservation(0, value, True)]
             if cut == value
-            else [Stretch(0, cut, False), Stretch(cut, value, True)]
+            else [LengthObservation(0, cut, False), LengthObservation(cut, value, True)]
         )
-    whole = written_lengths([Stretch(0, n, True) for n in values])
+    whole = written_lengths([LengthObservation(0, n, True) for n in values])
     assert written_lengths(pieces).mean == pytest.approx(whole.mean)
     assert written_lengths(pieces).sample_lengths(20) == whole.sample_lengths(20)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.booleans()), min_size=1))
 def test_shares_fall_from_1_to_0_and_quantiles_rise(drawn):
-    survival = written_lengths([Stretch(entry, entry + more, end) for entry, more, end in drawn])
+    survival = written_lengths(
+        [LengthObservation(entry, entry + more, end) for entry, more, end in drawn]
+    )
     shares = [1.0, *(longer for _, longer in survival.survival)]
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] == 0
@@ -107,14 +129,17 @@ def test_a_verified_answer_is_one_draw_and_a_redrawn_one_two():
         )
 
     resumed = [start(0, 0, 0), interrupt(1, 9, 9, 9), start(2, 0, 9), interrupt(3, 7, 2, 7)]
-    assert list(stretches(resumed)) == [Stretch(0, 7, False)]
+    assert list(length_observations(resumed)) == [LengthObservation(0, 7, False)]
     redrawn = [start(0, 0, 0), interrupt(1, 9, 9, 0), start(2, 1, 0), interrupt(3, 4, 4, 0)]
-    assert list(stretches(redrawn)) == [Stretch(0, 9, False), Stretch(0, 4, False, False)]
+    assert list(length_observations(redrawn)) == [
+        LengthObservation(0, 9, False),
+        LengthObservation(0, 4, False, False),
+    ]
 
 
 def test_ends_are_counted_among_first_draws_while_there_are_enough():
-    first = [Stretch(0, 5, True)] * 10 + [Stretch(0, 9, True)] * 10
-    redraws = [Stretch(0, 9, True, is_first=False)] * 100
+    first = [LengthObservation(0, 5, True)] * 10 + [LengthObservation(0, 9, True)] * 10
+    redraws = [LengthObservation(0, 9, True, is_first=False)] * 100
     survival = written_lengths(first + redraws)
     assert survival.survival == ((5, 0.5), (9, 0.0))
 
@@ -127,7 +152,7 @@ def test_redraws_that_resemble_each_other_hardly_spoil_the_estimate(prompt_share
     )
     events = []
     outcome = simulate(simulation, record=events.append)
-    estimate = written_lengths(stretches(events))
+    estimate = written_lengths(length_observations(events))
     assert estimate.mean == pytest.approx(outcome.bias.reference_mean, rel=0.12)
     median = estimate.quantile(0.5)
     assert estimate.longer_than(median) <= 0.5 <= estimate.longer_than(median - 1)
@@ -139,7 +164,7 @@ def test_the_true_mean_is_found_in_a_run_that_interrupts(mode):
     events = []
     simulation = replace(paper, groups=4, schedule=Schedule(mode=mode))
     outcome = simulate(simulation, record=events.append)
-    estimate = written_lengths(stretches(events)).mean
+    estimate = written_lengths(length_observations(events)).mean
     assert estimate == pytest.approx(outcome.bias.reference_mean, rel=0.05)
     if mode == "on_policy":
         assert outcome.bias.ratio < 0.7

@@ -161,5 +161,5 @@ def test_workers_must_compute_the_log_probabilities_of_the_trainer():
     close = [TokenScores([-1.01] * 5), TokenScores([-2.0])]
     refuse_other_scores(Workers(a=close, native=None), rows, expected)
     far = [TokenScores([-2.0] * 5), TokenScores([-2.0])]
-    with pytest.raises(EngineError, match=r"b must have the model that is trained, .* 0\.83 nats"):
+    with pytest.raises(EngineError, match=r"b must have the trained model, .* 0\.83 nats"):
         refuse_other_scores(Workers(a=close, b=far), rows, expected)

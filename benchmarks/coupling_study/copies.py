@@ -1,14 +1,14 @@
 """Rollout copies of the master weights, one for each precision and rounding rule.
 
-A copy follows the master after every update, as an engine's weights do, because what a held weight
-does depends on where it was. At version 0 of a running study it is where a long run has brought it:
-weights that move back and forth at random end up to `hold_ulps` units away from the master, with
-the density of a uniform offset of half a unit plus one of `hold_ulps - 0.5` units. For
-`hold_ulps = 1` that is stochastic rounding. A copy that began nearest to the master instead would
-not move for the first hundreds of updates, and survival would look better than it is.
+A copy follows the master after every update, like an engine's weights, because a held weight
+depends on its history. At version 0 of a running study it is where a long run would have brought
+it: weights that drift randomly end up to `hold_ulps` ulps away from the master, with the density of
+a uniform offset of half an ulp plus one of `hold_ulps - 0.5` ulps. For `hold_ulps = 1` that is
+stochastic rounding. A copy that started nearest to the master would not move for the first
+hundreds of updates, and survival would look better than it is.
 
-Plain rounding moves a few weights by a whole unit in the last place at every update. A held weight
-keeps its rounded value until the master is more than `hold_ulps` units away: 0.5 is plain rounding.
+Plain rounding moves a few weights by a whole ulp at every update. A held weight keeps its rounded
+value until the master is more than `hold_ulps` ulps away: 0.5 is plain rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 
 
 def held(old: Tensor, master: Tensor, *, hold_ulps: float) -> Tensor:
-    """The master rounded to the old tensor's type, except where the old value is near enough."""
+    """The master rounded to the old tensor's type, except where the old value is close enough."""
     master = master.to(old.device)
     bits = _MANTISSA_BITS.get(old.dtype)
     if bits is None or hold_ulps <= PLAIN_ROUNDING or master.dtype == old.dtype:
@@ -39,26 +39,26 @@ def held(old: Tensor, master: Tensor, *, hold_ulps: float) -> Tensor:
     before = old.float()
     _, exponents = torch.frexp(before)
     reach = torch.ldexp(torch.full_like(before, hold_ulps), exponents - 1 - bits)
-    # Zero has no unit in the last place: it is given up at once.
+    # Zero has no ulp: it is replaced at once.
     is_near = ((master - before).abs() <= reach) & (before != 0)
     return torch.where(is_near, before, master)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the rollout weights are made from the master."""
+    """How rollout weights are derived from the master."""
 
     precision: Precision
     hold_ulps: float
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """What the engine computes in."""
+        """The engine's compute type."""
         return "fp32" if self.precision == "bf16-in-fp32" else self.precision
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the copy is stored in."""
+        """The storage type of the copy."""
         return DTYPES["bf16" if self.precision == "bf16-in-fp32" else self.precision]
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Copy:
         self._start = self.tensors
 
     def settle(self, master: Mapping[str, Tensor], *, seed: int | None) -> None:
-        """Begin a study: nearest to the master, or where a long run would have brought it."""
+        """Start a study: nearest to the master, or where a long run would have brought it."""
         spread = 0.0 if seed is None else self.rule.hold_ulps - PLAIN_ROUNDING
         dither = Dither(self.rule.dtype, spread=spread, seed=seed or 0)
         for name, weight in master.items():
@@ -92,13 +92,13 @@ class Copy:
             tensor.copy_(self._start[name])
 
     def follow(self, master: Mapping[str, Tensor]) -> None:
-        """Take over an update of the master as the engine does."""
+        """Apply an update of the master as the engine does."""
         for name, tensor in self.tensors.items():
             tensor.copy_(held(tensor, master[name], hold_ulps=self.rule.hold_ulps))
 
     def nudge(self) -> None:
-        """Move a single weight, the largest of the first layer, by one unit in the last place."""
-        # The embedding comes first, and a row of it is only seen by its own token.
+        """Move a single weight, the largest of the first layer, by one ulp."""
+        # Not the embedding, which comes first: one of its rows affects only one token.
         _, tensor = [tensor for tensor in self.tensors.values() if tensor.dim() == 2][:2]
         weights = tensor.view(-1)
         place = weights.abs().argmax()
@@ -106,10 +106,10 @@ class Copy:
         weights[place] = value + cell_widths(value, self.rule.dtype)
 
     def followed(self, master: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
-        """How much of the master's way from its start the copy has gone with it.
+        """The share of the master's movement from its start that the copy has followed.
 
-        1 where rounding is fair: the few weights that move, move by so much more. 0 for a copy that
-        does not move at all.
+        1 if rounding is unbiased: the few weights that move, move by more. 0 for a copy that does
+        not move.
         """
         together = whole = 0.0
         for name, weight in master.items():
@@ -120,7 +120,7 @@ class Copy:
         return together / whole if whole else 1.0
 
     def moved_share(self) -> float:
-        """Share of the weights that are not what they were at version 0."""
+        """Share of the weights that have changed since version 0."""
         moved = sum(
             (tensor != self._start[name]).sum().item() for name, tensor in self.tensors.items()
         )
@@ -128,7 +128,7 @@ class Copy:
 
 
 def rules(settings: Settings) -> list[Rule]:
-    """Every precision with every rounding rule that makes a difference to it."""
+    """Every precision with every rounding rule that affects it."""
     return [
         Rule(precision, hold)
         for precision in settings.precisions
@@ -137,10 +137,10 @@ def rules(settings: Settings) -> list[Rule]:
 
 
 class Dither:
-    """Random offsets of up to `spread` units in the last place of a type, the same for a seed."""
+    """Random offsets of up to `spread` ulps of a type, fixed by the seed."""
 
     def __init__(self, dtype: torch.dtype, *, spread: float, seed: int) -> None:
-        """At the beginning of its random numbers."""
+        """Start the random sequence."""
         self._dtype = dtype
         self._spread = spread
         self._seed = seed

@@ -1,7 +1,7 @@
-"""The weights that are trained, in fp32, and the updates they take.
+"""The trained weights in fp32, and their updates.
 
-An update is a policy gradient with a random advantage of +1 or -1 for each answer: as large as
-those of a real run, which are mostly noise too, but without its direction.
+An update is a policy gradient with a random advantage of +1 or -1 per answer: as large as those of
+a real run, which are mostly noise too, but without direction.
 
 Axes: B answers, T positions, N positions of all answers.
 """
@@ -29,10 +29,10 @@ _IGNORED = -100
 
 
 class Master:
-    """The module that is trained, and the two places it goes back to."""
+    """The trained module, and two snapshots to return to."""
 
     def __init__(self, model: PreTrainedModel, *, micro_batch: int) -> None:
-        """The model as it was loaded."""
+        """Start from the loaded model."""
         self._model = model
         self._micro_batch = micro_batch
         self._checkpoint = self._snapshot()
@@ -41,14 +41,14 @@ class Master:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by name, as they are at any time."""
+        """The current weights by name."""
         return {name: weight.detach() for name, weight in self._model.named_parameters()}
 
     def begin_study(self, start: Start, *, seed: int) -> None:
-        """Put the weights where version 0 has them.
+        """Set the weights of version 0.
 
-        A running study's weights lie anywhere between two values of bf16, the checkpoint's exactly
-        on one if it was saved in bf16.
+        Weights in a running study lie anywhere between two bf16 values; those of a checkpoint saved
+        in bf16 lie exactly on one.
         """
         self.start = self._checkpoint
         self._restore()
@@ -59,7 +59,7 @@ class Master:
             self.start = self._snapshot()
 
     def begin_training(self, *, learning_rate: float) -> None:
-        """Back to version 0, with a fresh optimiser."""
+        """Return to version 0, with a fresh optimiser."""
         self._restore()
         self._optimizer = self._fresh_optimizer(learning_rate)
 

@@ -1,4 +1,4 @@
-"""Prompts: questions of many kinds, so that answers are of many lengths."""
+"""Questions of many kinds, for answers of varied lengths."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ QUESTIONS = (
 
 
 def prompts(model: Path, *, count: int, first_token: int | None) -> list[list[int]]:
-    """Token rows of the first `count` questions; only the first token where nothing can encode."""
+    """Tokens of the first `count` questions; only the first token if there is no tokenizer."""
     if not 1 <= count <= len(QUESTIONS):
         raise ValueError(f"questions must lie in 1..{len(QUESTIONS)}, got {count}; raise samples")
     if not (model / "tokenizer_config.json").exists():

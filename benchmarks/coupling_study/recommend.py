@@ -1,8 +1,8 @@
-"""Which tolerance to use: the rule, and the numbers that it rests on.
+"""Recommends a tolerance.
 
-The smallest tolerance that keeps nine tenths of the cached prefix over one update at a typical
-learning rate, provided that 99 of 100 kept tokens have a log-ratio within 0.2: the clip range of
-PPO, so that a kept token is no further off than one that the loss takes in anyway.
+The rule: the smallest tolerance that keeps 90 % of the cached prefix over one update at a typical
+learning rate, if 99 % of the kept tokens have a log-ratio within 0.2. That is the clip range of
+PPO, so kept tokens are no further off-policy than tokens that the loss accepts anyway.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Recommendation:
 
     rule: Rule
     tolerance: float | None
-    """`None` where no tolerance meets the rule."""
+    """`None` if no tolerance meets the rule."""
     kept: tuple[float, float]
-    """Least and greatest share kept over the seeds after the first update measured; at the largest
-    tolerance where none is recommended."""
+    """Minimum and maximum share kept over the seeds after the first measured update; at the largest
+    tolerance if none is recommended."""
     kept_at_last: tuple[float, float]
     """The same after the last one."""
     followed: float
-    """How much of the master's way the copy went at the last update measured, mean over seeds."""
+    """Share of the master's movement that the copy followed at the last measured update, mean."""
     touched: float
-    """Largest share of touched tokens over the seeds."""
+    """Maximum share of touched tokens over the seeds."""
     ratio_99: float | None
-    """Largest 99th percentile of the log-ratios of kept tokens over the seeds."""
+    """Maximum over the seeds of the 99th percentile of the log-ratios of kept tokens."""
 
 
 def recommend(findings: Findings, settings: Settings) -> list[Recommendation]:

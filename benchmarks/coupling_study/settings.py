@@ -1,4 +1,4 @@
-"""What coupling.py can be told, and the two sizes it comes in."""
+"""Settings of coupling.py, in two sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Precision = Literal["fp32", "fp16", "bf16", "bf16-in-fp32"]
 Start = Literal["running", "checkpoint"]
 
 TYPICAL_RATE = 1e-6
-"""The learning rate that a tolerance is recommended for, and what it admits is shown at."""
+"""The learning rate of the recommendation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,44 +22,44 @@ class Settings:
     """What to measure."""
 
     model: Path
-    """A Hugging Face folder; without a tokenizer in it, all answers begin at the first token."""
+    """A Hugging Face folder; without a tokenizer, all answers start with the first token."""
     quick: bool = False
-    """A small study for a CPU: the defaults of the other flags are smaller."""
+    """A small study for a CPU, with smaller defaults."""
     device: str | None = None
-    """cpu or cuda; the GPU if there is one."""
+    """cpu or cuda; by default the GPU if there is one."""
     precisions: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "bf16-in-fp32")
-    """What the rollout weights are stored and computed in; bf16-in-fp32 rounds only the weights, so
-    that it tells apart what rounding them does and what rounding everything else does."""
+    """Storage and compute types of the rollout weights; bf16-in-fp32 rounds only the weights, to
+    separate the effect of weight rounding from that of bf16 arithmetic."""
     holds: tuple[float, ...] = (0.5, 1.0)
-    """How far the master may move away from a 16-bit rollout weight before it follows, in units in
-    the last place; 0.5 is plain rounding."""
+    """How far, in ulps, the master may move away from a 16-bit rollout weight before it follows;
+    0.5 is plain rounding."""
     start: Start = "running"
-    """running: the weights are where they are in the middle of a run. checkpoint: as they are in
-    the folder, which is often on the 16-bit grid, where rounding hides the first updates."""
+    """running: weights as in the middle of a run. checkpoint: as in the folder, often on the 16-bit
+    grid, where rounding hides the first updates."""
     rates: tuple[float, ...] = (1e-7, 1e-6, 1e-5)
     """Learning rates."""
     updates: tuple[int, ...] = (1, 2, 4, 8)
-    """Measure after so many updates."""
+    """Measure after these numbers of updates."""
     tolerances: tuple[float, ...] = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
-    """Nats by which a kept token may fall short."""
+    """Tolerances in nats."""
     questions: int = 32
     """Prompts."""
     samples: int = 4
-    """Cached answers to each prompt."""
+    """Cached answers per prompt."""
     max_tokens: int = 512
-    """Tokens of an answer at most."""
+    """Maximum tokens of an answer."""
     update_batch: int = 64
-    """Answers of one update."""
+    """Answers per update."""
     micro_batch: int = 16
-    """Answers of one backward pass."""
+    """Answers per backward pass."""
     seeds: tuple[int, ...] = (0, 1)
-    """Each is a study of its own: noise, advantages, and where the weights start."""
+    """Seeds of noise, advantages and initial weights; one study each."""
     slots: int = 128
-    """Answers written at the same time."""
+    """Answers generated at the same time."""
     compiled: bool = True
     """On a GPU, compile the decoder layers."""
     threads: int | None = None
-    """Threads of torch; as many as it likes if not given."""
+    """Threads of torch; by default its own choice."""
     json: Path | None = None
     """Write everything to this file."""
 
@@ -86,7 +86,7 @@ class Settings:
 
     @property
     def training_answers(self) -> int:
-        """Answers that the updates of one learning rate use up."""
+        """Answers used by the updates of one learning rate."""
         return self.updates[-1] * self.update_batch
 
 
@@ -108,6 +108,6 @@ class QuickSettings(Settings):
 
 
 def parse(arguments: Sequence[str], *, description: str | None) -> Settings:
-    """The flags, over the defaults of the size they ask for."""
+    """Parse the flags over the defaults of the chosen size."""
     kind = QuickSettings if "--quick" in arguments else Settings
     return tyro.cli(kind, args=arguments, description=description)

@@ -1,8 +1,8 @@
-"""One study: write answers at version 0, update the weights, and see what survives.
+"""One study: generate answers at version 0, update the weights, and measure what survives.
 
-All copies of the weights follow the same master through the same updates; each is measured on the
-answers that it wrote itself. The answers that the updates train on are others than the cached ones,
-as they are in a run: a cached answer is not complete yet.
+All copies of the weights follow the same master through the same updates; each is measured on its
+own answers. Updates train on other answers than the cached ones, as in a run: a cached answer is
+not complete yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sortedrl.models.loading import load_model
 from sortedrl.types import Trajectory
 
 CONFIRMED_TOLERANCE = 0.01
-"""The tolerance at which the engine is asked whether it keeps what the gaps say."""
+"""The tolerance at which the engine itself is compared with the gaps."""
 _MASTER, _COPIES, _TRAINING, _CACHED, _ADVANTAGES = range(5)
 
 
@@ -39,11 +39,11 @@ class Beginning:
     answers: int
     mean_length: float
     unchanged: float
-    """Share of the answers that is kept at tolerance 0 when the weights are the same."""
+    """Share of the answers kept at tolerance 0 with unchanged weights."""
     nudged: float
-    """The same when a single weight of the first layer has moved by one unit in the last place."""
+    """The same after one weight of the first layer has moved by one ulp."""
     nudged_changed: float
-    """Share of all tokens whose choice that changed, given the tokens before."""
+    """Share of all tokens whose choice that changed, given the previous tokens."""
     mismatch: float
     """Mean distance of its log-probabilities from the master's, in nats."""
 
@@ -61,19 +61,19 @@ class Measurement:
     moved: float
     """Share of the rollout weights that changed."""
     followed: float
-    """How much of the master's way the copy has gone with it."""
+    """Share of the master's movement that the copy has followed."""
     changed: float
-    """Share of all tokens whose choice changed, given the tokens before."""
+    """Share of all tokens whose choice changed, given the previous tokens."""
     drift: float
     """Mean size of the log-ratio over all tokens, kept or not."""
     mismatch: float | None
-    """As at the beginning; measured after the last update only."""
+    """As in `Beginning`; only after the last update."""
     survival: tuple[Survival, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """Whether the engine, asked to keep what a tolerance allows, keeps what the gaps say."""
+    """Whether the engine keeps what the gaps predict at a tolerance."""
 
     rule: Rule
     answers: int
@@ -91,7 +91,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Point:
-    """Where in the study the master is."""
+    """The position of the master in the study."""
 
     seed: int
     rate: float
@@ -101,7 +101,7 @@ class _Point:
 
 @dataclass(frozen=True, slots=True)
 class _Cached:
-    """A copy of the weights, and the answers that it wrote."""
+    """A copy of the weights, and the answers it generated."""
 
     copy: Copy
     writer: Writer
@@ -144,13 +144,13 @@ class Study:
         seed: int,
         rate: float,
     ) -> Iterator[_Point]:
-        """Update the master, and all copies after it; stops where something is to be measured."""
+        """Update the master and all copies; yields at every point to measure."""
         last = self._settings.updates[-1]
         self._master.begin_training(learning_rate=rate)
         for one in cached:
             one.copy.reset()
         for update in range(1, last + 1):
-            # Answers come in the order of their prompts: every update gets some of each.
+            # Answers are ordered by prompt: every update gets some of each.
             batch = training[update - 1 :: last][: self._settings.update_batch]
             keys = [mix(seed, _ADVANTAGES, update, place) for place in range(len(batch))]
             self._master.update(batch, [1 if key & 1 else -1 for key in keys])
@@ -161,7 +161,7 @@ class Study:
                 yield _Point(seed=seed, rate=rate, updates=update, master_step=step)
 
     def _begin(self, seed: int, copy: Copy) -> _Cached:
-        """Let a copy write its answers, and check that it would write them again."""
+        """Let a copy generate its answers, and check that it would generate them again."""
         is_running = self._settings.start == "running"
         copy.settle(self._master.tensors, seed=mix(seed, _COPIES) if is_running else None)
         writer = self._writers[copy.rule.arithmetic]
@@ -214,7 +214,7 @@ class Study:
         )
 
     def _confirm(self, cached: _Cached, survivors: Survivors) -> None:
-        """Ask the engine itself, at one tolerance."""
+        """Compare with the engine itself, at one tolerance."""
         kept = cached.writer.kept(cached.answers, tolerance=CONFIRMED_TOLERANCE)
         told = survivors.kept_counts(CONFIRMED_TOLERANCE)
         differing = sum(one != other for one, other in zip(kept, told, strict=True))
@@ -230,7 +230,7 @@ class Study:
         *,
         updates: int,
     ) -> list[Recheck]:
-        # One more than the updates: an engine looks again only at tokens of another version.
+        # Plus one: an engine only verifies tokens of another version.
         writer.load(tensors, version=updates + 1)
         return writer.recheck(answers)
 

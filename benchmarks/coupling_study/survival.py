@@ -1,4 +1,4 @@
-"""What survives a change of the weights, and what a tolerance lets in.
+"""What survives a change of the weights, and what a tolerance admits.
 
 A cached answer is kept up to the first token whose gap exceeds the tolerance. A kept token is
 *touched* if its gap is above 0: the new policy would have chosen another one. Its *log-ratio* is
@@ -39,13 +39,13 @@ class Survival:
     touched: float
     """Share of the kept tokens that the new policy would not have chosen."""
     touched_ratios: Ratios | None
-    """Of the tokens touched; `None` without any."""
+    """Of the touched tokens; `None` if there are none."""
     kept_ratios: Ratios | None
-    """Of all tokens kept; `None` without any."""
+    """Of all kept tokens; `None` if there are none."""
 
 
 class Survivors:
-    """Cached answers that were checked again under other weights."""
+    """Cached answers that were verified under other weights."""
 
     def __init__(self, rechecks: Sequence[Recheck]) -> None:
         """Line up the answers."""
@@ -57,7 +57,7 @@ class Survivors:
 
     @property
     def changed(self) -> float:
-        """Share of all tokens whose choice changed, given the tokens before."""
+        """Share of all tokens whose choice changed, given the previous tokens."""
         return (self._gaps_AT > 0)[self._is_token_AT].double().mean().item()
 
     @property
@@ -89,7 +89,7 @@ class Survivors:
 
 
 def mean_distance(first: Sequence[Recheck], second: Sequence[Recheck]) -> float:
-    """The mean distance of the log-probabilities that two checks of the same answers gave."""
+    """The mean distance of log-probabilities between two checks of the same answers."""
     distances_N = torch.cat(
         [
             (torch.tensor(one.logprobs) - torch.tensor(other.logprobs)).abs()

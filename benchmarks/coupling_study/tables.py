@@ -1,4 +1,4 @@
-"""The findings on a terminal."""
+"""Prints the findings as tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH = 132
 
 
 class Tables:
-    """Means over the seeds, a table for each question."""
+    """Means over the seeds, one table per question."""
 
     def __init__(self, findings: Findings, settings: Settings) -> None:
         """Nothing is printed yet."""
@@ -37,7 +37,7 @@ class Tables:
         self._show_recommendations(recommendations)
 
     def _show_beginnings(self) -> None:
-        """Whether the copies are exact, and how far they are from the master."""
+        """Whether copies are exact, and their distance from the master."""
         last = self._settings.updates[-1]
         rates = self._settings.rates
         table = _table(
@@ -65,7 +65,7 @@ class Tables:
             drifts = [mean(m.drift for m in self._at(rule, rate, last)) for rate in rates]
             table.add_row("not updated", *[""] * 6, *(f"{drift:.4f}" for drift in drifts))
         self._print(
-            "The copies of the weights that write",
+            "Rollout copies of the weights",
             table,
             "unchanged, but one: kept at tolerance 0 by the same weights, and after one of them "
             "moved by one unit in the last place",
@@ -99,13 +99,13 @@ class Tables:
             table,
             f"kept: mean over the answers, rounded down, after {counts} updates; seeds differ by "
             f"{_percent(self._seed_spread())} at most",
-            "moved, followed: share of the rollout weights that the first update measured has "
-            "moved, and how much of the master's way",
-            "changed: share of the tokens whose choice it changed, given the tokens before",
+            "moved, followed: share of the rollout weights moved by the first measured update, and "
+            "share of the master's movement",
+            "changed: share of the tokens whose choice it changed, given the previous tokens",
         )
 
     def _show_admitted(self) -> None:
-        """What each tolerance lets in."""
+        """What each tolerance admits."""
         rate, updates = self._settings.typical_rate, self._settings.updates[0]
         table = _table(
             ["weights", "tolerance", "touched", "mean", "99 %", "all: mean", "99 %"],
@@ -152,7 +152,7 @@ class Tables:
             f"the smallest that keeps {LEAST_KEPT:.0%} after {_updates(updates[0])} at rate "
             f"{rate:g} in every seed, if 99 % of the kept tokens have |log-ratio| <= "
             f"{LARGEST_RATIO:g}",
-            "a copy that hardly follows the master keeps much because it writes with old weights",
+            "a copy that hardly follows the master keeps much because it uses old weights",
         )
 
     def _print(self, title: str, table: Table, *notes: str) -> None:
@@ -168,7 +168,7 @@ class Tables:
         return mean(map(value, self._at(rule, rate, self._settings.updates[0])))
 
     def _kept_cell(self, rule: Rule, rate: float, place: int) -> str:
-        """One number for each number of updates."""
+        """One number per number of updates."""
         kept = (
             mean(m.survival[place].kept for m in self._at(rule, rate, updates))
             for updates in self._settings.updates
@@ -176,7 +176,7 @@ class Tables:
         return " ".join(f"{math.floor(share * 100):3d}" for share in kept)
 
     def _seed_spread(self) -> float:
-        """The largest difference that a seed makes to a share kept."""
+        """The largest difference between seeds in a share kept."""
         shares: dict[tuple[Rule, float, int, float], list[float]] = {}
         for m in self._findings.measurements:
             for s in m.survival:

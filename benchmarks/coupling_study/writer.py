@@ -1,7 +1,7 @@
-"""The native engine as this study uses it: write answers, then look at all of them again.
+"""The native engine of this study: generates answers, then scores all of them again.
 
-The engine scores every cached token: by how much it falls short of the best one. So one pass tells
-what every tolerance would keep.
+The engine scores every cached token: how far it falls short of the best one. One pass therefore
+shows what every tolerance would keep.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _ROOM_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Recheck:
-    """One answer under other weights: for each token, how it compares."""
+    """One answer under other weights, token by token."""
 
     gaps: Sequence[float]
-    """Nats by which it falls short of the token that the weights would choose now."""
+    """Nats by which each falls short of the token that the weights would choose now."""
     logprobs: Sequence[float]
-    """Its log-probability now."""
+    """Log-probabilities under the current weights."""
     old_logprobs: Sequence[float]
-    """Its log-probability under the weights that wrote it."""
+    """Log-probabilities under the weights that sampled them."""
 
 
 class Writer:
-    """An engine of one precision, whose weights are exchanged as the study goes on."""
+    """An engine of one precision whose weights are replaced during the study."""
 
     def __init__(
         self, model: PreTrainedModel, *, slots: int, context: int, max_tokens: int, compiled: bool
     ) -> None:
-        """An engine with room for every slot to hold `context` tokens."""
+        """An engine whose slots can all hold `context` tokens."""
         layers, heads, dim = attention_shape(model.config)
         token_bytes = 2 * layers * heads * dim * model.dtype.itemsize
         self._engine = NativeEngine(
@@ -50,7 +50,7 @@ class Writer:
         )
 
     def load(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
-        """Write with these weights."""
+        """Use these weights."""
         self._engine.load_weights(Weights(version=version, tensors=tensors))
 
     def write(
@@ -60,14 +60,14 @@ class Writer:
         return self._engine.generate(prompts, samples_per_prompt=samples, seed=seed, progress=False)
 
     def recheck(self, answers: Sequence[Trajectory]) -> list[Recheck]:
-        """Every token of every answer under the present weights, given those before it."""
+        """Score every token of every answer under the current weights, given the previous ones."""
         return [
             Recheck(scores.gaps or [], scores.logprobs, answer.logprobs)
             for answer, scores in zip(answers, self._engine.score(answers), strict=True)
         ]
 
     def kept(self, answers: Sequence[Trajectory], *, tolerance: float) -> list[int]:
-        """How many tokens of each answer the engine really keeps at a tolerance."""
+        """How many tokens of each answer the engine keeps at a tolerance."""
         self._engine.submit(answers, tolerance=tolerance)
         again = run_to_end(self._engine, [a.key for a in answers], show_progress=False)
         return [

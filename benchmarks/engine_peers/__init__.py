@@ -1,1 +1,1 @@
-"""The parts of engine.py: settings, workload, model, and a file for each family of peers."""
+"""The parts of engine.py: settings, workload, model, and one file per family of peers."""

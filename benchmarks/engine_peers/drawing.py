@@ -11,11 +11,11 @@ from engine_peers.settings import Settings
 
 _SIGMA = 1.0
 _FIRST_TOKEN = 3
-"""The tokens below it are often special."""
+"""Lower token ids are often special."""
 
 
 def draw(settings: Settings, *, vocabulary: int) -> Workload:
-    """Prompts and lengths, the same for the same seed."""
+    """Prompts and lengths from a seed."""
     source = random.Random(settings.seed)
     count = settings.slots if settings.requests is None else settings.requests
     shortest, longest = _range(settings.prompt_tokens)

@@ -29,12 +29,12 @@ class Generate:
         self._workload = workload
 
     def warm_up(self) -> None:
-        """The first batch, a few tokens of it."""
+        """Run a few tokens of the first batch."""
         slots = self._workload.slots
         self._batch(self._workload.prompts[:slots], new_tokens=SHORT)
 
     def run(self, seed: int) -> Sample:
-        """Batch after batch, in the order of the requests."""
+        """Run batch after batch, in the order of the requests."""
         torch.manual_seed(seed)
         workload = self._workload
         steps, began = 0, clock(workload.device)
@@ -47,7 +47,7 @@ class Generate:
         return Sample(seconds=seconds, tokens=workload.tokens, occupancy=occupancy, steps=steps)
 
     def close(self) -> None:
-        """Drop the copy."""
+        """Free the copy."""
         del self._model
         free_memory(self._workload.device)
 
@@ -66,13 +66,13 @@ class Generate:
 
 
 class GenerateBatch:
-    """transformers' continuous batching, through its manager: one length for each request."""
+    """transformers' continuous batching, through its manager, with a length per request."""
 
     note = "log-probabilities included"
     _block_tokens = 32
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
-        """A copy of the model, for the manager exchanges its attention."""
+        """Copy the model, since the manager replaces its attention."""
         self._model = _without_stop_tokens(model)
         self._workload = workload
         sampling = _sampling(max_new_tokens=max(workload.lengths))
@@ -91,17 +91,17 @@ class GenerateBatch:
         )
 
     def warm_up(self) -> None:
-        """Start its thread, then a few tokens for each prompt."""
+        """Start its thread, then generate a few tokens for each prompt."""
         self._manager.warmup()
         self._manager.start()
         self._write(self._workload.shortened())
 
     def run(self, seed: int) -> Sample:
-        """Write all answers; the manager draws on from its own seed."""
+        """Generate all answers; the manager continues its own random sequence."""
         return self._write(self._workload)
 
     def close(self) -> None:
-        """Stop the thread and drop the copy."""
+        """Stop the thread and free the copy."""
         self._manager.stop(block=True)
         self._manager.destroy()
         del self._manager, self._model

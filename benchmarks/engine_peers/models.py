@@ -1,4 +1,4 @@
-"""The model every peer runs, and the least time the memory needs for it.
+"""The model of all peers, and the memory-bandwidth limit for it.
 
 A model is a folder, or one of `SHAPES` with random weights: speed does not depend on their values.
 """
@@ -103,7 +103,7 @@ def load(name: str, *, device: str, dtype: str, seed: int) -> PreTrainedModel:
 
 
 def token_bytes(model: PreTrainedModel) -> int:
-    """What one cached token takes: its keys and values in all layers."""
+    """Bytes of one cached token: its keys and values in all layers."""
     config: Any = model.config
     heads = config.num_attention_heads
     head_dim = config.to_dict().get("head_dim") or config.hidden_size // heads
@@ -113,12 +113,12 @@ def token_bytes(model: PreTrainedModel) -> int:
 
 
 def cache_bytes(model: PreTrainedModel, workload: Workload) -> int:
-    """A cache in which every slot can hold the longest context, and a few blocks more."""
+    """A cache with room for the longest context in every slot, and a few extra blocks."""
     return (workload.slots + 1) * (workload.longest_context + 64) * token_bytes(model)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """What a decoding step reads of the weights: all but an input embedding of its own.
+    """Bytes of weights read by a decode step: all except an untied input embedding.
 
     A tied embedding is read once, as the output layer.
     """
@@ -130,7 +130,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes per second, read and written, of the best of several large copies."""
+    """Best of several large copies, in bytes per second read and written."""
     size = (4 << 30) if device.startswith("cuda") else (256 << 20)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -144,9 +144,9 @@ def copy_bandwidth(device: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """How fast the workload could be written if only the memory took time.
+    """The speed limit set by memory bandwidth.
 
-    In every step the weights are read once, and for every answer its cached tokens.
+    Every step reads the weights once, and for every answer its cached tokens.
     """
 
     bandwidth: float

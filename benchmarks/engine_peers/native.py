@@ -1,4 +1,4 @@
-"""Our engine as a peer: the one the others are compared with."""
+"""The native engine as a peer: the baseline of the others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sortedrl.engines.native import NativeEngine
 
 
 class Native:
-    """Our engine, on the module itself."""
+    """The native engine, on the module itself."""
 
     note = "log-probabilities included"
 
     def __init__(self, model: PreTrainedModel, workload: Workload, *, cache_bytes: int) -> None:
-        """An engine with a cache in which every slot can hold the longest answer."""
+        """An engine with room for the longest answer in every slot."""
         self._workload = workload
         self._engine = NativeEngine(
             model,
@@ -28,12 +28,12 @@ class Native:
         )
 
     def warm_up(self) -> None:
-        """On a GPU the whole workload: graphs are captured for the shapes it meets."""
+        """On a GPU run the whole workload, which captures all graphs."""
         on_gpu = self._workload.device.startswith("cuda")
         self._write(self._workload if on_gpu else self._workload.shortened(), seed=0)
 
     def run(self, seed: int) -> Sample:
-        """Write all answers."""
+        """Generate all answers."""
         self._engine.reset_stats()
         sample = self._write(self._workload, seed=seed)
         stats = self._engine.stats
@@ -41,7 +41,7 @@ class Native:
         return replace(sample, occupancy=occupancy, steps=stats.steps)
 
     def close(self) -> None:
-        """Drop the engine and its cache."""
+        """Free the engine and its cache."""
         del self._engine
         free_memory(self._workload.device)
 

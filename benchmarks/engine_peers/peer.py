@@ -1,10 +1,11 @@
-"""What a peer is asked (`Workload`), how it is asked (`Peer`) and what it tells (`Sample`).
+"""The interface of peers: `Workload` in, `Peer`, and `Sample` out.
 
-Every peer writes the same answers: the prompts of the workload, each to its forced length, at
-temperature 1 and without a stop token. What a run counts is the useful tokens, the sum of the
-lengths, whatever else the engine computed on the way.
+Every peer generates the same answers: the prompts of the workload, each to its forced length, at
+temperature 1 and without stop tokens. Only useful tokens count, the sum of the lengths, whatever
+else the engine computes.
 
-The vLLM worker imports this in another interpreter: the standard library and torch will do.
+The vLLM worker imports this in another interpreter, so it needs only the standard library and
+torch.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 SHORT = 8
-"""Answer tokens of a warm-up run where nothing depends on the shape of the workload."""
+"""Answer tokens of a warm-up run, if nothing depends on the shape of the workload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What every peer is asked to write, and where."""
+    """The requests and their device."""
 
     prompts: Sequence[Sequence[int]]
     lengths: Sequence[int]
@@ -53,7 +54,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One timed run; what a peer does not tell is `None`."""
+    """One timed run; unknown values are `None`."""
 
     seconds: float
     tokens: int
@@ -72,20 +73,20 @@ class Peer(Protocol):
 
     @property
     def note(self) -> str:
-        """What a reader of the table should know."""
+        """A note for readers of the table."""
 
     def warm_up(self) -> None:
-        """Do once what later runs need not do again."""
+        """Do one-time work before timed runs."""
 
     def run(self, seed: int) -> Sample:
-        """Write all answers and say how long it took."""
+        """Generate all answers and time it."""
 
     def close(self) -> None:
         """Free the memory."""
 
 
 def clock(device: str) -> float:
-    """Seconds, once the device has done what it was given."""
+    """The time, after the device has finished its work."""
     if device.startswith("cuda"):
         import torch
 
@@ -94,7 +95,7 @@ def clock(device: str) -> float:
 
 
 def free_memory(device: str) -> None:
-    """Give dropped tensors back to the device."""
+    """Return freed tensors to the device."""
     gc.collect()
     if device.startswith("cuda"):
         import torch
@@ -103,5 +104,5 @@ def free_memory(device: str) -> None:
 
 
 def check_lengths(found: Sequence[int], workload: Workload) -> None:
-    """An engine that wrote other lengths than it was told has not run this benchmark."""
+    """Check that all answers have their forced lengths."""
     assert list(found) == list(workload.lengths), "every answer has its forced length"

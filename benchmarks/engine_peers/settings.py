@@ -1,4 +1,4 @@
-"""What engine.py can be told: presets, and flags that change them."""
+"""Settings of engine.py: presets, and flags that override them."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ class Settings:
     """What to compare."""
 
     preset: PresetName = "cpu"
-    """The settings that the other flags change."""
+    """The preset that the other flags override."""
     model: str = "llama-5m"
     """A Hugging Face folder, or a shape with random weights: llama-5m, llama-88m, smollm2-135m,
     qwen2.5-1.5b, llama-8b, qwen2.5-32b."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What weights and cache are stored in."""
+    """Type of weights and cache."""
     device: str = "cpu"
     """cpu or cuda."""
     slots: int = 32
-    """Answers written at the same time, at most."""
+    """Maximum number of concurrent answers."""
     prompt_tokens: str = "8-48"
     """Length of the prompts: a number, or a range to draw from."""
     workload: str = "long-tail"
     """Length of the answers: fixed:512, uniform:16-256, or long-tail (lognormal)."""
     requests: int | None = 128
-    """Answers to write; as many as slots if not given."""
+    """Number of answers; by default as many as slots."""
     mean: int = 96
     """long-tail: mean length."""
     max: int = 512
-    """long-tail: greatest length."""
+    """long-tail: maximum length."""
     seed: int = 0
-    """Of weights, prompts, lengths and sampling."""
+    """Seed of weights, prompts, lengths and sampling."""
     peers: tuple[PeerName, ...] = ("native", "generate", "generate_batch", "vllm")
     """The engines. vllm has full decode graphs on a GPU, vllm-compile its own defaults,
-    vllm-invariant its batch-invariant mode, always in a process of its own."""
+    vllm-invariant its batch-invariant mode, always in its own process."""
     repeats: int = 3
     """Timed runs of each engine."""
     threads: int | None = 1
-    """Threads of torch; as many as it likes if not given."""
+    """Threads of torch; by default its own choice."""
     vllm_python: Path | None = None
-    """The interpreter that has vLLM, where this one has not."""
+    """An interpreter with vLLM, if this one has none."""
     json: Path | None = None
     """Write everything to this file."""
 
@@ -119,7 +119,7 @@ PRESETS: dict[PresetName, Settings] = {
 
 
 def parse(arguments: Sequence[str], *, description: str | None) -> Settings:
-    """The preset that is named, with the flags on top."""
+    """Parse the preset, with the other flags over it."""
 
     @dataclass(frozen=True)
     class Named:

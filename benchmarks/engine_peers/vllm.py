@@ -1,6 +1,6 @@
-"""vLLM, in this process or in another interpreter, because versions clash.
+"""vLLM, in this process or in another interpreter, because of conflicting versions.
 
-`Remote` starts the other interpreter and asks, `serve` answers there: one JSON object a line.
+`Remote` starts the other interpreter and sends requests; `serve` answers there: JSON lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Vllm:
     """vLLM's offline engine in this process."""
 
     def __init__(self, name: VllmName, folder: Path, workload: Workload) -> None:
-        """Load the folder; environment variables that are set already stay as they are."""
+        """Load the folder; existing environment variables are kept."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -51,15 +51,15 @@ class Vllm:
         )
 
     def warm_up(self) -> None:
-        """A few tokens for each prompt; graphs were captured when the model was loaded."""
+        """Generate a few tokens for each prompt; graphs were captured at load time."""
         self._write(self._workload.shortened())
 
     def run(self, seed: int) -> Sample:
-        """Write all answers; a seed for each request would slow vLLM down, so none is given."""
+        """Generate all answers; without seeds per request, which would slow vLLM down."""
         return self._write(self._workload)
 
     def close(self) -> None:
-        """Stop the engine and free what it holds, so that another one can start."""
+        """Stop the engine and free its memory, so that another one can start."""
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         state: Any = importlib.import_module("vllm.distributed.parallel_state")
@@ -91,10 +91,10 @@ class Vllm:
 
 
 class Remote:
-    """vLLM in another interpreter, which stays up between the runs."""
+    """vLLM in another interpreter, which stays loaded between runs."""
 
     def __init__(self, name: VllmName, folder: Path, workload: Workload, *, python: Path) -> None:
-        """Start the worker and wait until it has loaded the model."""
+        """Start the worker and wait until the model is loaded."""
         script = Path(__file__).parent.with_name("engine.py")
         command = [str(python), str(script), "--worker", name]
         self._process = subprocess.Popen(
@@ -115,7 +115,7 @@ class Remote:
         return Sample(**self._ask({"run": seed}))
 
     def close(self) -> None:
-        """End the worker."""
+        """Stop the worker."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
@@ -133,7 +133,7 @@ class Remote:
 
 
 def serve(name: VllmName) -> None:
-    """The worker: answer the questions of a `Remote`, until it hangs up."""
+    """The worker: answer requests of a `Remote` until it disconnects."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM prints, and so do its libraries
     peer: Vllm | None = None
@@ -154,7 +154,7 @@ def serve(name: VllmName) -> None:
 def _worker_environment(name: VllmName, python: Path, workload: Workload) -> dict[str, str]:
     environment = dict(os.environ)
     if name == "vllm-invariant":
-        # It replaces operations of torch in the whole process.
+        # It replaces torch operations in the whole process.
         environment["VLLM_BATCH_INVARIANT"] = "1"
     if not workload.device.startswith("cuda"):
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")

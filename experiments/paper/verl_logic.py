@@ -1,9 +1,9 @@
-"""Knights and Knaves for verl: the rows as Parquet, and the reward as verl calls it.
+"""Knights and Knaves for verl: rows as Parquet, and a reward function.
 
     sortedrl data generate knights_knaves:people=3-7,count=4500 --out kk.jsonl
     python experiments/paper/verl_logic.py kk.jsonl kk.parquet
 
-verl is given this file as reward.custom_reward_function.path.
+Set verl's reward.custom_reward_function.path to this file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def compute_score(
     ground_truth: str,
     extra_info: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """The reward of an answer, and its parts; `ground_truth` is a puzzle's solution as JSON."""
+    """The reward of an answer and its parts; `ground_truth` is the solution as JSON."""
     scores = logic_reward(Prompt(id=0, fields=json.loads(ground_truth)), solution_str)
     return {"score": scores.pop("reward"), **scores}
 

@@ -10,10 +10,10 @@ import pytest
 
 from experiments import ablations
 from experiments.__main__ import merged
-from experiments.ablations import Run, fitted, learning_setup, pieces, runs, simulation, synchronous
+from experiments.ablations import Run, fitted, learning_setup, runs, simulation, synchronous, trials
 from experiments.learning import Arm, train_settings, warm_settings
-from experiments.pieces import ROOT, Deadline, Setup, run_in_turn
 from experiments.record import Record, Results
+from experiments.trials import ROOT, Deadline, Setup, run_in_turn
 from sortedrl.config.parsing import read_toml
 from sortedrl.errors import DataError
 from sortedrl.simulate.compare import simulate
@@ -70,10 +70,10 @@ def trained(run):
     return train_settings(setup, arm, model=NOWHERE / "model")
 
 
-def kept_prediction(folder, *, piece="smollm2-135m"):
-    numbers = {"model": piece, "fitted_to": "sorted-coupled", **KNOWN, "rows": []}
+def kept_prediction(folder, *, trial="smollm2-135m"):
+    numbers = {"model": trial, "fitted_to": "sorted-coupled", **KNOWN, "rows": []}
     facts = {"command": "c", "commit": "d", "date": "e", "machine": {}, "seconds": 1.0}
-    record = Record(table="prediction", piece=piece, numbers=numbers, **facts)
+    record = Record(table="prediction", trial=trial, numbers=numbers, **facts)
     Results(folder / "results").write(record)
     return record
 
@@ -124,8 +124,8 @@ def test_the_bases_of_several_answers_differ_in_the_harvest_unit_alone():
     assert differing(one, other) == {"out", "schedule.harvest_unit"}
 
 
-def test_every_piece_has_a_file_name_of_its_own(tmp_path):
-    names = [piece.name for piece in pieces(trial_of(tmp_path))]
+def test_every_trial_has_a_file_name_of_its_own(tmp_path):
+    names = [trial.name for trial in trials(trial_of(tmp_path))]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"(simulated|measured)-[\w.-]+", name) for name in names)
 
@@ -133,7 +133,7 @@ def test_every_piece_has_a_file_name_of_its_own(tmp_path):
 def test_the_small_sizes_can_be_planned(tmp_path):
     settings = merged(SETTINGS, SETTINGS["small"])
     assert settings["measured"]["warm"]["max_steps"] < SETTINGS["measured"]["warm"]["max_steps"]
-    assert len(pieces(trial_of(tmp_path, settings=settings))) > 20
+    assert len(trials(trial_of(tmp_path, settings=settings))) > 20
 
 
 # --- simulated ------------------------------------------------------------------------------------
@@ -162,13 +162,13 @@ def test_the_baseline_differs_in_nothing_but_the_rules(base, setting, value):
     assert synchronous(found).schedule.never_interrupts
 
 
-def test_a_simulated_piece_says_with_what_and_marks_its_base(tmp_path):
+def test_a_simulated_trial_says_with_what_and_marks_its_base(tmp_path):
     kept_prediction(tmp_path)
     change = {"bases": ["coupled"], "setting": "lookahead", "values": [0, 1]}
     settings = merged(SETTINGS, {"simulated": {"groups": 1, "seeds": [4, 5], "changes": [change]}})
     setup = trial_of(tmp_path, settings=settings)
-    piece = pieces(setup)[0]
-    run_in_turn([piece], setup, deadline=Deadline(None), tell=lambda _: None)
+    trial = trials(setup)[0]
+    run_in_turn([trial], setup, deadline=Deadline(None), tell=lambda _: None)
     (record,) = setup.results.read("ablations")
     numbers = record.numbers
     assert (numbers["kind"], numbers["fitted_to"]) == ("simulated", "sorted-coupled")
@@ -183,8 +183,8 @@ def test_costs_are_those_of_the_own_results_and_else_the_kept_ones(tmp_path, mon
     with pytest.raises(DataError, match="measure the table prediction first"):
         fitted(trial_of(tmp_path))
     kept_prediction(tmp_path / "experiments")
-    kept_prediction(tmp_path, piece="another")
-    assert fitted(trial_of(tmp_path)).piece == "smollm2-135m"
+    kept_prediction(tmp_path, trial="another")
+    assert fitted(trial_of(tmp_path)).trial == "smollm2-135m"
     own = replace(kept_prediction(tmp_path), commit="mine")
     Results(tmp_path / "results").write(own)
     assert fitted(trial_of(tmp_path)).commit == "mine"
@@ -233,8 +233,8 @@ def test_each_part_names_its_own_command_and_commit_and_what_it_cannot_say():
 
 
 def test_the_kept_results_are_those_of_the_settings(tmp_path):
-    kept = {record.piece for record in KEPT}
-    assert kept == {piece.name for piece in pieces(trial_of(tmp_path))}
+    kept = {record.trial for record in KEPT}
+    assert kept == {trial.name for trial in trials(trial_of(tmp_path))}
     for record in KEPT:
         json.dumps(record.numbers, allow_nan=False)
 
@@ -250,7 +250,7 @@ def test_the_ledgers_of_the_kept_results_balance():
 
 
 def test_an_infinite_tolerance_learnt_exactly_what_partial_mode_learnt():
-    found = {record.piece: record.numbers for record in KEPT}
+    found = {record.trial: record.numbers for record in KEPT}
     partial, coupled = (
         found[name] for name in ("measured-partial-0", "measured-coupled-tolerance-inf-0")
     )

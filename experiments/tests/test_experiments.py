@@ -1,4 +1,4 @@
-"""The harness of the experiments: pieces are done once, whole, within the time there is."""
+"""The harness of the experiments: trials are done once, whole, within the time there is."""
 
 import json
 import shutil
@@ -9,10 +9,9 @@ import pytest
 
 from experiments.__main__ import chosen, main
 from experiments.bench_world import BenchWorld, Workload
-from experiments.efficiency import pieces as efficiency_pieces
-from experiments.pieces import Deadline, Piece, Setup, run_at_once, run_in_turn
+from experiments.efficiency import trials as efficiency_trials
 from experiments.record import Results
-from experiments.settings import assigned, merged
+from experiments.trials import Deadline, Setup, Trial, assigned, merged, run_at_once, run_in_turn
 from sortedrl.config.parsing import read_toml
 from sortedrl.config.schedule import Schedule
 from sortedrl.errors import ConfigError, DataError
@@ -40,8 +39,8 @@ def setup(folder, **given):
     )
 
 
-def piece(name, *, seconds=1.0, run=lambda: {"value": 1}):
-    return Piece(name=name, seconds=seconds, run=run)
+def trial(name, *, seconds=1.0, run=lambda: {"value": 1}):
+    return Trial(name=name, seconds=seconds, run=run)
 
 
 def broken():
@@ -52,34 +51,34 @@ def silent(line):
     pass
 
 
-def test_a_piece_that_breaks_leaves_no_result_and_those_before_it_stay(tmp_path):
+def test_a_trial_that_fails_leaves_no_result_and_those_before_it_stay(tmp_path):
     where = setup(tmp_path)
     with pytest.raises(ZeroDivisionError):
         run_in_turn(
-            [piece("first"), piece("second", run=broken), piece("third")],
+            [trial("first"), trial("second", run=broken), trial("third")],
             where,
             deadline=Deadline.after(None),
             tell=silent,
         )
-    assert [record.piece for record in where.results.read("table")] == ["first"]
+    assert [record.trial for record in where.results.read("table")] == ["first"]
 
 
-def test_a_piece_that_would_not_end_in_time_is_left_out_and_a_shorter_one_is_measured(tmp_path):
+def test_a_trial_that_would_not_end_in_time_is_skipped_and_a_shorter_one_is_measured(tmp_path):
     where = setup(tmp_path)
     left = run_in_turn(
-        [piece("long", seconds=1e6), piece("short")],
+        [trial("long", seconds=1e6), trial("short")],
         where,
         deadline=Deadline.after(60.0),
         tell=silent,
     )
     assert left == ["long"]
-    assert [record.piece for record in where.results.read("table")] == ["short"]
+    assert [record.trial for record in where.results.read("table")] == ["short"]
 
 
 def test_a_result_tells_how_to_measure_it_again(tmp_path):
     changes = ("workload.seed=1", "models.m.source=/some/where")
     where = setup(tmp_path, changes=changes, commit="abc1234")
-    run_in_turn([piece("one")], where, deadline=Deadline.after(None), tell=silent)
+    run_in_turn([trial("one")], where, deadline=Deadline.after(None), tell=silent)
     (record,) = where.results.read("table")
     assert (
         record.command == "python -m experiments table --device cpu --small --set workload.seed=1"
@@ -96,7 +95,7 @@ def test_a_copy_with_another_history_is_told_its_commit(monkeypatch, tmp_path):
     assert commit(tmp_path) is None
 
 
-def test_pieces_at_once_each_have_a_process_and_a_failed_one_is_named_at_the_end(tmp_path):
+def test_parallel_trials_each_have_a_process_and_a_failed_one_is_named_at_the_end(tmp_path):
     where = setup(tmp_path)
     code = {"good": "0", "bad": "7"}
 
@@ -106,7 +105,7 @@ def test_pieces_at_once_each_have_a_process_and_a_failed_one_is_named_at_the_end
 
     with pytest.raises(RuntimeError, match=r"bad failed: see .*bad\.log"):
         run_at_once(
-            [piece("bad"), piece("good")],
+            [trial("bad"), trial("good")],
             where,
             most=1,
             command=command,
@@ -125,13 +124,13 @@ def test_a_broken_result_file_is_named(tmp_path):
         results.read("table")
 
 
-def test_a_word_that_is_a_whole_name_chooses_that_piece_alone():
-    pieces = [piece("sorted-partial"), piece("sorted-partial-1"), piece("sync")]
-    assert [p.name for p in chosen(pieces, ["sorted-partial"])] == ["sorted-partial"]
-    assert [p.name for p in chosen(pieces, ["partial"])] == ["sorted-partial", "sorted-partial-1"]
-    assert len(chosen(pieces, [])) == 3
+def test_a_word_that_is_a_whole_name_selects_only_that_trial():
+    trials = [trial("sorted-partial"), trial("sorted-partial-1"), trial("sync")]
+    assert [p.name for p in chosen(trials, ["sorted-partial"])] == ["sorted-partial"]
+    assert [p.name for p in chosen(trials, ["partial"])] == ["sorted-partial", "sorted-partial-1"]
+    assert len(chosen(trials, [])) == 3
     with pytest.raises(ConfigError, match="see --list"):
-        chosen(pieces, ["nothing"])
+        chosen(trials, ["nothing"])
 
 
 def test_assignments_are_laid_over_the_settings():
@@ -182,7 +181,7 @@ def test_8b_in_small_trains_whole_and_with_adapters_and_is_compared_with_sync(tm
     words = ["--device", "cpu", "--small", "--results", str(tmp_path / "results")]
     words += ["--scratch", str(tmp_path / "work"), "--set", "workload.max_tokens=16"]
     assert main(["eight_billion", *words, "--only", "sync", "sorted-coupled", "lora"]) == 0
-    records = {r.piece: r.numbers for r in Results(tmp_path / "results").read("eight_billion")}
+    records = {r.trial: r.numbers for r in Results(tmp_path / "results").read("eight_billion")}
     assert set(records) == {"sync", "sorted-coupled", "sorted-partial-1-lora-16"}
     assert records["sync"]["ratio_to_sync"] == 1
     for numbers in records.values():
@@ -242,7 +241,7 @@ def test_the_budget_of_an_arm_grows_with_its_groups():
         results=Results(ROOT),
         scratch=ROOT,
     )
-    seconds = {piece.name: piece.seconds for piece in efficiency_pieces(where)}
+    seconds = {trial.name: trial.seconds for trial in efficiency_trials(where)}
     assert len(seconds) == 2 * len(settings["arms"]) == 28
     name = "smollm2-135m--sorted-partial"
     assert seconds[name] < seconds[f"{name}-1"] < seconds[f"{name}-2"]

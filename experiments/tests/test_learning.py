@@ -24,8 +24,8 @@ from experiments.learning import (
     Arm,
     arm_numbers,
     arms,
-    pieces,
     train_settings,
+    trials,
     warm_numbers,
     warm_settings,
 )
@@ -38,8 +38,8 @@ from experiments.learning_rows import (
     target_key,
     target_table,
 )
-from experiments.pieces import ROOT, Setup
 from experiments.record import Record, Results
+from experiments.trials import ROOT, Setup
 from sortedrl.config.parsing import read_toml, toml_text
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.types import Prompt
@@ -206,7 +206,7 @@ def result(arm, seed, *, samples=100.0, bias=1.0, score=0.6):
     }
     return Record(
         table="t",
-        piece=f"{arm}-{seed}",
+        trial=f"{arm}-{seed}",
         command="",
         commit="",
         date="",
@@ -216,7 +216,7 @@ def result(arm, seed, *, samples=100.0, bias=1.0, score=0.6):
     )
 
 
-WARM = replace(result("sync", 0), piece="warm-0", numbers={"kind": "warm", "seed": 0})
+WARM = replace(result("sync", 0), trial="warm-0", numbers={"kind": "warm", "seed": 0})
 
 
 def test_ratios_are_taken_seed_by_seed():
@@ -389,9 +389,9 @@ def test_all_arms_of_a_seed_have_the_same_prompts_and_differ_in_the_schedule_alo
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_a_piece_is_named_like_no_part_of_another(table, tmp_path):
+def test_no_trial_name_contains_another(table, tmp_path):
     setup = trial_of(table, tmp_path)
-    names = [piece.name for piece in pieces(setup)]
+    names = [trial.name for trial in trials(setup)]
     assert not [(one, other) for one in names for other in names if one != other and one in other]
     assert [name for name in names if name.startswith("warm")] == names[
         : len(setup.settings["seeds"])
@@ -453,10 +453,10 @@ def test_a_run_that_is_killed_goes_on_and_ends_like_one_that_was_not(tmp_path):
     settings.write_text(toml_text(MINIATURE))
     words = [sys.executable, "-m", "experiments", "learning_maths", "--device", "cpu"]
     words += ["--settings", str(settings), "--results", str(tmp_path / "results"), "--resume"]
-    words += ["--scratch", str(tmp_path / "work"), "--only", PIECE.piece]
+    words += ["--scratch", str(tmp_path / "work"), "--only", PIECE.trial]
     process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     setup = trial_of("learning_maths", tmp_path, settings=MINIATURE)
-    folder = setup.scratch / PIECE.piece
+    folder = setup.scratch / PIECE.trial
     metrics = folder / "metrics.jsonl"
     try:
         # The second update is told after the first was saved.

@@ -9,8 +9,8 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from experiments import paper
-from experiments.pieces import Setup
 from experiments.record import Results
+from experiments.trials import Setup
 from run_worlds import said
 from sortedrl.config.parsing import parsed, read_toml
 from sortedrl.config.schedule import EngineSettings
@@ -115,8 +115,8 @@ def test_a_row_of_the_table_says_what_its_command_prints(capsys, tmp_path):
         results=Results(tmp_path),
         scratch=tmp_path,
     )
-    pieces = {piece.name: piece for piece in paper.pieces(setup)}
-    row = pieces["maths-vllm"].run()
+    trials = {trial.name: trial for trial in paper.trials(setup)}
+    row = trials["maths-vllm"].run()
     assert row["is_prediction"]
     words = row["command"].split()
     config = Path(paper.ROOT, words[2])

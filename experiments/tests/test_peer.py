@@ -13,15 +13,14 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from experiments import learning
 from experiments.__main__ import merged
-from experiments.peer import asked_rows, pieces, section, trl_arms, trl_job
+from experiments.peer import TrlProcess, asked_rows, section, trials, trl_arms, trl_job
 from experiments.peer_job import AskedRow, Job, read_rows, write_rows
 from experiments.peer_numbers import SHOWN, curve_numbers, speeds, table
-from experiments.peer_process import TrlProcess
 from experiments.peer_scores import scored, with_scores
 from experiments.peer_section import DIFFERENCES
 from experiments.peer_trl import Watch, arguments, save_weights
-from experiments.pieces import ROOT, Setup
 from experiments.record import Record, Results
+from experiments.trials import ROOT, Setup
 from sortedrl.config.data import PeriodicEvaluation, RewardSettings
 from sortedrl.config.parsing import read_toml
 from sortedrl.config.schedule import EngineSettings
@@ -300,8 +299,8 @@ def test_a_failing_trl_says_where_to_look(tmp_path):
         process.train(a_job())
 
 
-def test_the_pieces_of_a_seed_stand_together(tmp_path):
-    names = [piece.name for piece in pieces(setup(tmp_path, is_small=False))]
+def test_the_trials_of_a_seed_stand_together(tmp_path):
+    names = [trial.name for trial in trials(setup(tmp_path, is_small=False))]
     assert names[: len(names) // 2] == [
         "warm-0",
         "grpo-sync-0",
@@ -351,7 +350,7 @@ def record(arm, seed, *, pace, seconds_to, device="A GPU"):
         numbers["versions"] = {"trl": "1.2", "torch": "9.9"}
     return Record(
         table="peer",
-        piece=f"{arm}-{seed}",
+        trial=f"{arm}-{seed}",
         command=f"measure on {device}",
         commit="abc",
         date="2026-01-02",
@@ -392,8 +391,8 @@ def test_two_machines_never_share_a_table():
     above, below = text.split("**On the CPU, small.**")
     assert ("| 400.0 | not measured |" in above, "| 400.0 |" in below) == (True, False)
     assert ("| 8.0 | 4.00 |" in above, "| 8.0 | 4.00 |" in below) == (False, True)
-    assert "There is no result of TRL on this machine." in above
-    assert "There is no result of TRL" not in below
+    assert "No results of TRL on this machine." in above
+    assert "No results of TRL" not in below
     assert "Command: `measure on A CPU`.\nCommit: abc (2026-01-02).\nMachine: A CPU" in below
     assert "sortedrl with torch 8.8; TRL with trl 1.2, torch 9.9." in below
     assert all(f"- {difference}\n" in below for difference in DIFFERENCES)

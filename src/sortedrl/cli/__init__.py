@@ -1,4 +1,4 @@
-"""The command line: one module per command, each with `run(arguments)`; errors in one sentence."""
+"""The command line: one module per command, each with `run(arguments)`; errors are one sentence."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ Simulate: the real scheduler on a simulated engine, in seconds, without a GPU:
 
 Data and evaluation:
 
-  sortedrl data show knights_knaves         tasks, as a person reads them
+  sortedrl data show knights_knaves         the rows of a task
   sortedrl eval MODEL --tasks gsm8k         models on tasks, with intervals
 
 Engines, agents and clusters:
 
-  sortedrl engines                          what is installed, and does it work
-  sortedrl serve MODEL                      for agents: token in, token out
+  sortedrl engines                          installed engines, with self-tests
+  sortedrl serve MODEL                      for agents: token ids in and out
   sortedrl cluster check                    Ray: placement, versions, memory
 
-Every command explains itself: sortedrl compare --help
+Help for a command: sortedrl COMMAND --help
 """
 
 _EXTRAS = {
@@ -61,14 +61,14 @@ _EXTRAS = {
     **dict.fromkeys(("gguf", "accelerate"), "gguf"),
     **{"peft": "lora", "math_verify": "maths", "reasoning_gym": "gym", "ray": "cluster"},
 }
-"""The extra that brings a package which not every command needs."""
+"""The extra that installs each optional package."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 0 if it went well, 2 if the input cannot be used, 130 after Ctrl-C."""
+    """Run a command and return its exit code: 0 success, 2 invalid input, 130 Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, TextIOWrapper):
-        # A character that the terminal's encoding lacks is written in another way, not refused.
+        # Escape what the terminal's encoding lacks instead of failing.
         sys.stdout.reconfigure(errors="backslashreplace")
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = words
     if name.startswith("-") and any(word in COMMANDS for word in rest):
-        return _refuse(f"the command comes first, then its options, but {name} was given before it")
+        return _refuse(f"the command must come before its options, got {name} first")
     if name not in COMMANDS:
         return _refuse(unknown_name("command", name, COMMANDS) + "; see sortedrl --help")
     return _run(name, rest)

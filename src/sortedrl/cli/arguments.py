@@ -1,4 +1,4 @@
-"""From presets, TOML files and flags to settings.
+"""Builds settings from presets, TOML files and flags.
 
 A TOML file has the keys of the settings, by section, and may name a preset to start from:
 
@@ -7,8 +7,8 @@ A TOML file has the keys of the settings, by section, and may name a preset to s
     [schedule]
     mode = "coupled"
 
-The fields of the settings are the only list of keys and flags: a file and a command line are both
-read against them, and an error in either is reported in one sentence. The help is tyro's.
+The fields of the settings define all keys and flags: a file and a command line are both checked
+against them, and an error in either is reported in one sentence. tyro prints the help.
 """
 
 from __future__ import annotations
@@ -71,23 +71,25 @@ def parse(
     default: _Command | None = None,
     is_dotted: bool = False,
 ) -> _Command:
-    """The command that the flags describe; `ConfigError` says what is wrong with them.
+    """Parse flags into the command; `ConfigError` says what is wrong with them.
 
-    Where many sections meet, flags are dotted: `--schedule.mode` is `mode` in `[schedule]`.
-    Flags and positional words may come in any order.
+    With `is_dotted`, a flag carries its section: `--schedule.mode` is `mode` in `[schedule]`.
+    Flags and positional arguments may come in any order.
     """
     if _asks_for_help(arguments):
         return tyro.cli(
             command,
             args=list(arguments),
-            # MISSING would make every field a required one.
+            # MISSING would make every field required.
             default=tyro.MISSING_NONPROP if default is None else default,
             prog=prog,
             description=description,
             config=_DOTTED if is_dotted else _SHORT,
         )
     options = _options(command, is_dotted=is_dotted)
-    values = _Line.read(arguments, options).values(has_default=default is not None, prog=prog)
+    values = _CommandLine.read(arguments, options).values(
+        has_default=default is not None, prog=prog
+    )
     given = _made(command, values) if default is None else replaced(default, values)
     check_values(given)
     return given
@@ -102,12 +104,13 @@ def parse_over_train_settings(
     prog: str,
     aliases: Mapping[str, str],
 ) -> tuple[_Command, Chosen]:
-    """The command over settings of which some were chosen already, and all that are chosen now.
+    """Parse flags over settings; gives the command and the names of all settings chosen so far.
 
-    `aliases` are short names of flags. An algorithm that compares siblings brings what it needs.
+    `chosen` names those that a file or a run set already; `aliases` are short names of flags.
+    Algorithms that compare siblings also get the schedule they need.
     """
     options = _options(command, is_dotted=True)
-    line = _Line.read(flags, options, aliases=aliases)
+    line = _CommandLine.read(flags, options, aliases=aliases)
     values = line.values(has_default=True, prog=prog)
     settings = values.get("settings", {})
     chosen |= frozenset(names_in(settings))
@@ -124,9 +127,9 @@ def parse_over_settings(
     name: str,
     description: str,
 ) -> _Command:
-    """The command that the flags make of the settings the positional word stands for.
+    """Parse a command line whose positional argument names the settings to start from.
 
-    `command` makes its default from settings; without such a word these are the preset `paper`.
+    `command` builds the default from settings; without the argument they are the preset `paper`.
     """
     source, rest = source_and_flags(type(command(PRESETS["paper"]())), arguments)
     default = command(simulation_from("paper" if source is None else source))
@@ -140,7 +143,7 @@ def parse_over_settings(
 
 
 def flag_help(command: type, flag: str) -> str:
-    """What a flag means: the string under its field, on one line, and the default."""
+    """The help of a flag: the string under its field on one line, and the default."""
     options = _options(command, is_dotted=True)
     option, _ = _option_of(flag, options)
     kind: Any = command
@@ -173,27 +176,25 @@ def source_and_flags(
     is_dotted: bool = False,
     aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str | None, list[str]]:
-    """The one word beyond the command's own, wherever it stands, and the command line without it.
+    """The one positional argument that is not the command's own, and the rest of the command line.
 
-    It names what the settings are taken from: a preset, a file or a run.
+    It names the source of the settings: a preset, a file or a run.
     """
     if _asks_for_help(arguments):
         return None, [word for word in arguments if word.startswith("-")]
     options = _options(command, is_dotted=is_dotted)
-    line = _Line.read(arguments, options, aliases=aliases)
+    line = _CommandLine.read(arguments, options, aliases=aliases)
     own = sum(option.is_positional for option in options.values())
     words, more = line.words[:own], line.words[own:]
     if len(more) > 1:
-        raise ConfigError(
-            f"the settings come from one source, got {', '.join(map(repr, more))}; give only one"
-        )
+        raise ConfigError(f"give one preset, file or run, got {', '.join(map(repr, more))}")
     if more and not more[0].strip():
-        raise ConfigError("the name of a preset, a file or a run must not be empty")
+        raise ConfigError("the preset, file or run must not be empty")
     return more[0] if more else None, [*words, *line.flags]
 
 
 def _made(command: type[_Command], values: Mapping[str, Any]) -> _Command:
-    """A command with these values, by field and, within sections, by field again."""
+    """Build a command from values by field, nested for its sections."""
     made: dict[str, Any] = {}
     for field in fields(command):
         value = values.get(field.name, MISSING)
@@ -207,18 +208,18 @@ def _made(command: type[_Command], values: Mapping[str, Any]) -> _Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
-    """A field of a command or of one of its sections, as a command line names it."""
+    """A field of a command or of one of its sections, as a command-line option."""
 
     flag: str
     path: tuple[str, ...]
-    """The field's name, after those of the sections it is in."""
+    """Names of the enclosing sections, then that of the field."""
     hint: Any
     is_positional: bool = False
     is_needed: bool = False
 
     @property
     def takes(self) -> int:
-        """How many words follow the flag; `_MANY` for any number."""
+        """How many values follow the flag; `_MANY` for any number."""
         kind, _ = field_type(self.hint)
         if self.hint is bool:
             return 0
@@ -228,7 +229,7 @@ class _Option:
 
     @property
     def called(self) -> str:
-        """The flag, or what a positional word is."""
+        """The name used in errors: the flag, or the name of the positional argument."""
         return self.flag.removeprefix("--").upper() if self.is_positional else self.flag
 
     def value(self, words: Sequence[str]) -> object:
@@ -284,7 +285,7 @@ def _options(
         marks = get_args(marked[field.name])[1:] if is_marked else ()
         if is_dataclass(hint):
             assert isinstance(hint, type)
-            # A command's settings stand at its top: their fields have no name before them.
+            # A command's settings are its top level: their fields have no section before them.
             inner = section if field.name == "settings" else f"{section}{field.name}."
             options |= _options(hint, is_dotted=is_dotted, path=(*path, field.name), section=inner)
             continue
@@ -300,15 +301,15 @@ def _options(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """A command line, taken apart: positional words, and options with their values."""
+class _CommandLine:
+    """A parsed command line: positional arguments, and options with their values."""
 
     options: Mapping[str, _Option]
     words: Sequence[str]
     given: Mapping[str, object]
     """The values, by flag."""
     flags: Sequence[str]
-    """The command line without its positional words."""
+    """The command line without its positional arguments."""
 
     @classmethod
     def read(
@@ -317,8 +318,8 @@ class _Line:
         options: Mapping[str, _Option],
         *,
         aliases: Mapping[str, str] = MappingProxyType({}),
-    ) -> _Line:
-        """Take it apart, and refuse what no option can take."""
+    ) -> _CommandLine:
+        """Parse the arguments; `ConfigError` for what no option accepts."""
         words: list[str] = []
         flags: list[str] = []
         given: dict[str, object] = {}
@@ -345,7 +346,7 @@ class _Line:
         return cls(options=options, words=words, given=given, flags=flags)
 
     def values(self, *, has_default: bool, prog: str) -> dict[str, Any]:
-        """All values by field; `ConfigError` if a word is missing or one too many."""
+        """All values by field; `ConfigError` if an argument is missing or left over."""
         found = dict(self.given)
         rest = list(self.words)
         for option in self.options.values():
@@ -369,7 +370,7 @@ class _Line:
 
 
 def _option_of(flag: str, options: Mapping[str, _Option]) -> tuple[_Option, bool]:
-    """The option that a flag names, and whether it turns it on; `no-` turns a switch off."""
+    """The option of a flag, and whether the flag turns it on; `no-` turns a switch off."""
     section, dot, last = flag.removeprefix("--").rpartition(".")
     switch = options.get(f"--{section}{dot}{last.removeprefix('no-')}")
     option = options.get(flag)
@@ -386,7 +387,7 @@ def _option_of(flag: str, options: Mapping[str, _Option]) -> tuple[_Option, bool
 
 
 def _same_elsewhere(section: str, name: str, options: Mapping[str, _Option]) -> _Option | None:
-    """The option that another command spells so: with its section, or without it."""
+    """The option whose flag differs from this one only in its section."""
     found = [
         option
         for option in options.values()
@@ -396,12 +397,12 @@ def _same_elsewhere(section: str, name: str, options: Mapping[str, _Option]) -> 
     ]
     if len(found) > 1:
         flags = " or ".join(option.flag for option in found)
-        raise ConfigError(f"--{name} could be several; give {flags}")
+        raise ConfigError(f"--{name} is ambiguous; give {flags}")
     return found[0] if found else None
 
 
 def _refuse_renamed(flag: str, options: Mapping[str, _Option]) -> None:
-    """Refuse a flag of an older version; one without its section is known by the new flag."""
+    """Refuse a flag of an older version, naming the new one; the section may be left out."""
     key = flag.removeprefix("--").replace("-", "_")
     flags = {
         ".".join(
@@ -416,11 +417,11 @@ def _refuse_renamed(flag: str, options: Mapping[str, _Option]) -> None:
 
 
 def _taken(rest: list[str], count: int) -> list[str]:
-    """The words that belong to a flag, taken from the front."""
+    """Take the values of a flag from the front of the remaining arguments."""
     taken: list[str] = []
     while rest and not rest[0].startswith("--") and len(taken) != count:
         if count == _MANY and taken and rest[0].endswith(".toml"):
-            break  # the file with the settings, after an option that takes many values
+            break  # the settings file, after an option that takes any number of values
         taken.append(rest.pop(0))
         if taken == [NO_VALUE]:
             break
@@ -432,5 +433,5 @@ def _count(values: int) -> str:
 
 
 def _asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether the parser is to print its help, or the completions of a shell."""
+    """Whether tyro should print its help, or shell completions."""
     return any(word in _HELP or word.startswith("--tyro-") for word in arguments)

@@ -1,4 +1,4 @@
-"""`sortedrl cluster`: tries out the cluster that a run would use."""
+"""`sortedrl cluster`: checks the cluster that a run would use."""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ from sortedrl.report.terminal import tell
 if TYPE_CHECKING:
     from sortedrl.cluster.check import Report
 
-HELP = """Try out a cluster before a run: nothing is trained, and all resources are released.
+HELP = """Check a cluster before a run: nothing is trained, and all resources are released.
 
-  sortedrl cluster check                             a Ray of our own on this machine
+  sortedrl cluster check                             a new Ray on this machine
   sortedrl cluster check run.toml                    with the section [cluster] of a run
-  sortedrl cluster check --address auto              the Ray that `ray start` started here
+  sortedrl cluster check --address auto              the Ray started by `ray start` here
   sortedrl cluster check --rollout-workers 8 --gpus-per-worker 1 --trainer-ranks 8
   sortedrl cluster check --json                      for a script
 
-It places what the run would place, and says what is missing if it does not fit. It asks every node
-for its versions of sortedrl, Python, Ray and torch, which must be those of the controller, and for
-its free memory. The ranks of the trainer then sum an array: over NCCL where each has a GPU, over
-gloo elsewhere.
+It places workers and trainer ranks as the run would, and reports what is missing. Versions of
+sortedrl, Python, Ray and torch must be the same on every node; free memory is listed. The trainer
+ranks then run an all-reduce: over NCCL where each has a GPU, otherwise over gloo.
 
 In a run's file:
 
   [cluster]
-  address = "auto"          # omit it for a Ray that starts and ends with the run
-  kind = "separated"        # or colocated: worker and rank share a GPU and take turns
+  address = "auto"          # leave out to start a Ray for the run only
+  kind = "separated"        # colocated: worker and rank share a GPU, one at a time
   rollout_workers = 4
   gpus_per_worker = 1
   trainer_ranks = 4
 
-Exits with code 0 if a run can start, with code 1 if not.
+Exits with code 0 if a run can start, with code 1 otherwise.
 """
 _WIDTH = 100
 _NAME_WIDTH = 12
@@ -51,18 +50,18 @@ _NAME_WIDTH = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Which cluster, and how to look at it."""
+    """Which cluster to check, and how."""
 
     verb: tyro.conf.Positional[Literal["check"]]
     """check."""
     cluster: Cluster = field(default_factory=lambda: Cluster(rollout_workers=2))
     seconds: float = 60.0
-    """How long to wait for other runs to release what is needed."""
+    """How long to wait for resources that other runs hold."""
     json: bool = False
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         require(self.seconds > 0, f"seconds must be above 0, got {self.seconds:g}")
 
 
@@ -100,7 +99,7 @@ def _report(given: Arguments) -> tuple[Report, str]:
         tell(line)
 
     with connected(given.cluster, tell=hear):
-        # Ray is there, or `connected` would have said what is missing.
+        # Ray is installed, or `connected` would have raised.
         from sortedrl.cluster.check import check
 
         return check(given.cluster, seconds=given.seconds), said[0]

@@ -1,4 +1,4 @@
-"""`sortedrl compare`: strategies and modes in one table, on the same prompts and seed."""
+"""`sortedrl compare`: strategies and modes in one table, with the same prompts and seed."""
 
 from __future__ import annotations
 
@@ -35,24 +35,23 @@ from sortedrl.simulate.compare import (
 from sortedrl.simulate.observed import is_log, observed_line, read_observed
 from sortedrl.simulate.settings import Simulation
 
-HELP = """Compare strategies and modes on the same prompts and the same seed.
+HELP = """Compare strategies and modes with the same prompts and the same seed.
 
   sortedrl compare paper                              everything, on the paper's workload
   sortedrl compare paper --strategies sync sorted --modes partial coupled
-  sortedrl compare trl-grpo                           what a TRL user would gain
-  sortedrl compare lengths.jsonl                      from the answers of your own runs: see
+  sortedrl compare trl-grpo                           TRL's GRPO defaults
+  sortedrl compare lengths.jsonl                      with the lengths of your own runs; see
                                                       sortedrl.measure and sortedrl fit --help
   sortedrl compare mine.toml --json                   for a script
-  sortedrl compare agents                             conversations: who gets a slot while tools run
-  sortedrl compare picture --plot timelines.svg       sync above, the best below; and a bar
-                                                      chart beside it, timelines-bars.svg
+  sortedrl compare agents                             conversations: slot use while tools run
+  sortedrl compare picture --plot timelines.svg       sync and the best one; also writes
+                                                      a bar chart, timelines-bars.svg
   sortedrl compare agents --groups 1 --plot agents.svg
-                                                      lock step, a slot per trajectory, per turn
+                                                      lock step, slot per trajectory, per turn
 
-The first word is a preset (sortedrl presets), a TOML file, or a log of answers (what
-sortedrl.measure writes, verl's rollout dumps, TRL's completions, verifiers' results); flags change
-single settings.
-A strategy, mode or lookahead that file or flags ask for is always in the table.
+The first argument is a preset (sortedrl presets), a TOML file, or a log of answers: the output of
+sortedrl.measure, verl's rollout dumps, TRL's completions or verifiers' results. Flags override
+single settings. The strategy, mode and lookahead of the file or the flags are always compared.
 """
 
 _HEADINGS = (
@@ -80,16 +79,16 @@ class Arguments:
     """What to compare and what to show."""
 
     strategies: tuple[StrategyName, ...] = get_args(StrategyName)
-    """Strategies to compare; sync is always there, the others are measured against it."""
+    """Strategies to compare; sync is always included, as the baseline."""
     modes: tuple[ModeName, ...] = ("on_policy", "partial", "coupled")
-    """Modes to compare, for strategies that interrupt; redraw can be added."""
+    """Modes to compare, for strategies that interrupt: on_policy, redraw, partial, coupled."""
     lookaheads: tuple[int, ...] = (0, 2)
     """Lookaheads to compare, for strategy sorted."""
     json: bool = False
     """Print one JSON object with `rows` instead of a table."""
     plot: Path | None = None
-    """Write slot timelines to this SVG file, and a bar chart beside it; of conversations the
-    timelines alone: lock step, a slot per trajectory, a slot per turn."""
+    """Write slot timelines to this SVG file and a bar chart next to it; for conversations only the
+    timelines: lock step, slot per trajectory, slot per turn."""
     simulation: Simulation = field(default_factory=Simulation)
 
 
@@ -120,7 +119,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _tell_observed(arguments: Sequence[str]) -> None:
-    """Where the settings come from a log of answers, say how idle its slots were."""
+    """For a log of answers, print how idle its slots were."""
     source, _ = source_and_flags(Arguments, arguments)
     if source is not None and is_log(Path(source)):
         tell(observed_line(read_observed(Path(source)), name=source))
@@ -138,7 +137,7 @@ def _results(given: Arguments) -> list[SimulationResult]:
 
 
 def _compare_agents(given: Arguments) -> None:
-    """Conversations: the ways to give slots to them, against lock step."""
+    """Compare slot policies for conversations with lock step."""
     chosen = list(agent_variants(given.simulation))
     results = []
     with progress(len(chosen)) as advance:
@@ -177,9 +176,9 @@ def _compare_agents(given: Arguments) -> None:
     ]
     table(_AGENT_HEADINGS, lines)
     print(
-        "\nbubble: idle share of the slots; outside: the part of it while only tools worked.\n"
-        "goodput: trained tokens per second of rollout. stale: versions a trained token is old,\n"
-        "mean / most. lock step: every turn waits for all others and for all tools."
+        "\nbubble: idle share of the slots; outside: the part of it spent waiting for tools only.\n"
+        "goodput: trained tokens per second of rollout. stale: versions a trained token lags,\n"
+        "mean / max. lock step: every turn waits for all other turns and all tools."
     )
 
 
@@ -227,6 +226,6 @@ def _print_table(results: Sequence[SimulationResult], rows: Sequence[dict[str, o
         f"\n{best.name} trains {gain:.2f} x the tokens of sync per second of rollout.\n"
         "bubble: idle share of the slots; steady: without the first and the last group.\n"
         "goodput: trained tokens per second of rollout. waste: decoded and discarded.\n"
-        "length: mean length trained on over mean length written, 1 is no bias; early: of the\n"
-        "first half of the run. stale: versions a trained token is old, mean / most."
+        "length: mean length trained on over mean length generated, 1 is no bias; early: of\n"
+        "the first half of the run. stale: versions a trained token lags, mean / max."
     )

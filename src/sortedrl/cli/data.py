@@ -1,4 +1,4 @@
-"""`sortedrl data`: make, look at and measure what a model is trained on."""
+"""`sortedrl data`: generates, shows and measures training data."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from sortedrl.evaluation.statistics import in_order
 from sortedrl.report.terminal import one_line, refuse_unwritable, write_text
 from sortedrl.runs.tasks import opened, tokenizer_of
 
-HELP = """Make tasks, look at them, measure them.
+HELP = """Generate tasks, show their rows, measure them.
 
   sortedrl data list                                           the built-in tasks
-  sortedrl data show knights_knaves:people=3-4                 some rows as a person reads them
-  sortedrl data show mine.jsonl --count 5                      the same for rows of your own
+  sortedrl data show knights_knaves:people=3-4                 some rows, formatted for reading
+  sortedrl data show mine.jsonl --count 5                      the same for your own rows
   sortedrl data stats gsm8k:split=test --tokenizer MODEL       levels, and lengths in tokens
   sortedrl data generate knights_knaves:count=5000 --out kk.jsonl
 
-A task is a name with options (name:option=value,option=value), a file or a hub name. Of a task that
-has splits, training takes train and evaluation takes test, unless it names one (split=test); here
-it is train where there is one.
+A task is a name with options (name:option=value,option=value), a file or a hub name. Training uses
+the split train and evaluation the split test, where a task has splits and names none (split=test);
+this command uses train.
 A file has one row per line: a prompt (text or chat messages), and whatever the reward needs.
 """
 
@@ -47,24 +47,24 @@ _BARS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to do with which tasks."""
+    """What to do, and with which tasks."""
 
     verb: tyro.conf.Positional[Verb]
     """list, show, stats or generate."""
     tasks: tyro.conf.Positional[tuple[str, ...]] = ()
     """The tasks."""
     count: int = 3
-    """show: how many rows, from all levels and from first to last."""
+    """show: how many rows, spread over all levels and from first to last."""
     out: Path | None = None
     """generate: the JSONL file to write."""
     folder: Path | None = None
-    """Folder with the files of the data sets; by default $SORTEDRL_DATA, and then the hub."""
+    """Folder with data set files; by default $SORTEDRL_DATA, and then the hub."""
     tokenizer: str | None = None
-    """A model: show what it sees, and measure lengths in its tokens instead of characters."""
+    """A model: show its formatted prompts, and measure lengths in tokens instead of characters."""
     max_prompt_tokens: int | None = None
-    """stats: also count the prompts that are longer (with --tokenizer in tokens)."""
+    """stats: count the prompts longer than this (with --tokenizer in tokens)."""
     json: bool = False
-    """Print JSON: list, stats and show."""
+    """list, show, stats: print JSON."""
     data: DataSettings = field(default_factory=DataSettings)
 
 
@@ -92,7 +92,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _task(spec: str, given: Arguments) -> Task:
-    # Only the rows are looked at here, so rows of the user's own need no reward.
+    # Only the rows are needed, so rows of the user's own need no reward.
     is_own = spec.partition(":")[0] not in TASKS
     reward = reward_from("logic") if is_own else None
     return opened(spec, split=None, folder=given.folder, reward=reward, data=given.data)
@@ -115,14 +115,14 @@ def _generate(tasks: Sequence[Task], given: Arguments) -> None:
     print(f"{len(lines):,} rows", file=sys.stderr)
     if any("prompt" in row.fields for row in rows):
         print(
-            f"note: the column prompt now holds the prompts, from {given.data.prompt_field!r}; "
-            "what the rows had in a column of that name is left out",
+            f"note: the prompts of {given.data.prompt_field!r} are written to the column prompt; "
+            "the original column prompt is dropped",
             file=sys.stderr,
         )
 
 
 def _plain(row: Row) -> dict[str, object]:
-    """The row as it is written: whatever column the prompt was taken from, it is `prompt`."""
+    """The row to write; the prompt is always in the column `prompt`."""
     prompt = row.prompt if isinstance(row.prompt, str) else list(row.prompt)
     return {"prompt": prompt, **{k: v for k, v in row.fields.items() if k != "prompt"}}
 
@@ -131,7 +131,7 @@ def _show(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) 
     require(given.count >= 1, f"count must be at least 1, got {given.count}")
     chosen = [(task, row) for task in tasks for row in _spread(task.rows, given.count)]
     if given.json:
-        # A column of the row that is called so stays as it is.
+        # A column of the row with this name is kept.
         shown = [{**_plain(row), "task": row.fields.get("task", task.name)} for task, row in chosen]
         print(json.dumps(shown, indent=2))
         return
@@ -141,14 +141,14 @@ def _show(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) 
             _say_messages(row)
         else:
             prompt = rendered(row, tokenizer, chat=given.data.chat)
-            _say(f"what the model sees, {len(prompt.tokens)} tokens", prompt.text)
+            _say(f"formatted prompt, {len(prompt.tokens)} tokens", prompt.text)
         for name, value in row.fields.items():
             _say(name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         print()
 
 
 def _spread(rows: Sequence[Row], count: int) -> list[Row]:
-    """That many rows from all over the task: of every level, and from first to last."""
+    """That many rows, spread over all levels and from first to last."""
     levels: dict[str, list[Row]] = {}
     for row in rows:
         levels.setdefault(str(row.fields.get("level")), []).append(row)
@@ -258,7 +258,7 @@ def _print_stats(task: Task, measured: Mapping[str, object], *, unit: str) -> No
 
 
 def _bins(lengths: Sequence[int]) -> list[tuple[str, int]]:
-    """Equal steps from the shortest to the longest, and how many fall into each."""
+    """Equal intervals from the shortest to the longest, and the count of each."""
     low, high = min(lengths), max(lengths)
     step = max(1, -(-(high - low + 1) // _BARS))
     counts = Counter((length - low) // step for length in lengths)

@@ -1,4 +1,4 @@
-"""`sortedrl demo`: the main job on a laptop, start to end: warm start, SortedRL, the baseline."""
+"""`sortedrl demo`: warm start, SortedRL and the synchronous baseline, on a laptop CPU."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 HELP = """Train a tiny model on the CPU: warm start, SortedRL, and the synchronous baseline.
 
-A model of 0.6 million weights learns to solve Knights-and-Knaves puzzles by trying every
-assignment in turn, so answers differ much in length. First it imitates a hasty teacher, who after
-a failed try gives up one time in four. Then it is trained with rewards, once with SortedRL
-(sorted, partial mode, lookahead 1) and once with the synchronous baseline, on the same puzzles
-from the same warm start. Each run is made in two halves, which take turns, so that both see the
-same machine; the simulator predicts the baseline from the log of SortedRL.
+A model with 0.6 million parameters learns to solve Knights-and-Knaves puzzles by trying every
+assignment in turn, so answer lengths vary widely. It first imitates traces that give up one time in
+four after a failed try. It is then trained with rewards from that warm start, once with SortedRL
+(sorted, partial mode, lookahead 1) and once with the synchronous baseline, on the same puzzles.
+The two runs alternate in halves, so that both see the same machine load. The simulator predicts the
+baseline from the log of the SortedRL run.
 """
 _PUZZLES = "knights_knaves:people=3-4,forms=claim+and+or,style=compact"
 _NUM_PUZZLES = 1280
@@ -64,10 +64,10 @@ _WRITTEN = (
     *("checkpoints", "model", "report.html", "trace.json", "reward-failures.jsonl"),
     "reward-error.json",
 )
-"""What the commands write into the folder of a run."""
+"""Everything that the commands write to a run folder."""
 _SORTED, _SYNC = "SortedRL", "synchronous"
 _TURNS = (_SORTED, _SYNC, _SYNC, _SORTED)
-"""The halves of both runs, in an order that favours neither on a machine that gets slower."""
+"""The halves of both runs, ordered so that a machine that slows down favours neither."""
 _GROUP = 64
 _BATCH = 16
 _MAX_TOKENS = 512
@@ -76,32 +76,32 @@ _SAMPLED_LENGTHS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """How much of everything."""
+    """How long to train, and where."""
 
     out: Path = Path("runs/demo")
-    """Where the runs and the report go; what an older demo left there is replaced, and anything
-    else is left alone."""
+    """Folder for the runs and the report. Those of an earlier demo are replaced; other files are
+    never overwritten."""
     seed: int = 0
-    """Decides the weights, the puzzles and every answer."""
+    """Seed of the weights, the puzzles and every answer."""
     warm_steps: int = 1200
     """Optimiser steps of the warm start."""
     answers: int = _NUM_PUZZLES
-    """Answers that each of the two runs is trained on."""
+    """Answers that each of the two runs trains on."""
     held_out: int = 160
-    """Puzzles that the score is measured on, none of which is trained on."""
+    """Held-out puzzles for the score."""
     threads: int = 1
-    """CPU threads; so small a model gains little from a second, and loses much if others want
-    the cores too."""
+    """CPU threads. The model is too small to gain much from a second one, and slows down if other
+    processes compete for the cores."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         for name in ("warm_steps", "answers", "held_out", "threads"):
             value = asdict(self)[name]
             require(value >= 1, f"{name} must be at least 1, got {value}")
         require(
             self.answers <= _NUM_PUZZLES,
-            f"answers must be at most {_NUM_PUZZLES:,}, as there are hardly more puzzles of the "
-            f"demo's kind, got {self.answers:,}",
+            f"answers must be at most {_NUM_PUZZLES:,}, about all puzzles of this kind, "
+            f"got {self.answers:,}",
         )
 
 
@@ -116,11 +116,11 @@ def run(arguments: Sequence[str]) -> None:
     endings = _both_trained(given)
     page = _report(given)
     _print(endings[_SYNC], endings[_SORTED], predicted(given))
-    print(f"\nReport: {page}; everything took {duration(time.monotonic() - began)}.")
+    print(f"\nReport: {page}; total time {duration(time.monotonic() - began)}.")
 
 
 def warm_settings(given: Arguments) -> SupervisedSettings:
-    """The warm start on a hasty teacher's traces."""
+    """The warm start on the traces."""
     return SupervisedSettings(
         model=f"tiny:seed={given.seed}",
         task=f"{_PUZZLES},count={_NUM_PUZZLES},seed={given.seed},haste={_HASTE}",
@@ -161,7 +161,7 @@ def train_settings(
 
 
 def schedules(given: Arguments) -> dict[str, Schedule]:
-    """What is compared."""
+    """The two schedules to compare."""
     group = min(_GROUP, given.answers)
     sync = Schedule(
         strategy="sync",
@@ -173,10 +173,10 @@ def schedules(given: Arguments) -> dict[str, Schedule]:
 
 
 def _make_room(out: Path) -> None:
-    """Remove what an older demo left, and mark the folders of this one as a demo's.
+    """Remove an earlier demo, and mark the folders of this one.
 
-    Everything is looked at before anything is removed: a folder without the mark, and a file in a
-    marked one that no run writes, are not ours to remove.
+    Everything is checked before anything is removed. A folder without the mark, or with a file that
+    no run writes, is refused.
     """
     folders = [out / name for name in _FOLDERS]
     page = out / "report.html"
@@ -210,7 +210,7 @@ def _refuse_foreign_folder(folder: Path) -> None:
 
 
 def _warm_start(given: Arguments) -> None:
-    tell(f"1 of {1 + len(_TURNS)}: a warm start by imitation")
+    tell(f"1 of {1 + len(_TURNS)}: warm start")
     if not warm_start(warm_settings(given)).is_complete:
         raise KeyboardInterrupt
 
@@ -222,7 +222,7 @@ def _both_trained(given: Arguments) -> dict[str, Ending]:
         is_first = name not in endings
         half = max(1, given.answers // schedule.update_batch // 2) if is_first else None
         which = "first" if is_first else "second"
-        tell(f"{number} of {1 + len(_TURNS)}: rewards, {name}, {which} half")
+        tell(f"{number} of {1 + len(_TURNS)}: {name}, {which} half")
         settings = train_settings(given, schedule, max_updates=half)
         endings[name] = train(settings, is_resumed=not is_first)
         if endings[name].reason == "asked":
@@ -231,14 +231,14 @@ def _both_trained(given: Arguments) -> dict[str, Ending]:
 
 
 def predicted(given: Arguments) -> Figures | None:
-    """The baseline as the simulator sees it, with the costs and the lengths of SortedRL's log.
+    """Simulate the baseline with the costs and lengths fitted to the log of the SortedRL run.
 
     `None` where that log is too short to fit costs to.
     """
     from sortedrl.simulate.compare import simulate
     from sortedrl.simulate.costs import CostSettings
     from sortedrl.simulate.fit import fit
-    from sortedrl.simulate.lengths import LengthSettings, stretches, written_lengths
+    from sortedrl.simulate.lengths import LengthSettings, length_observations, written_lengths
     from sortedrl.simulate.settings import Simulation
 
     events = list(read_events(given.out / "sorted" / "events.jsonl"))
@@ -248,7 +248,7 @@ def predicted(given: Arguments) -> Figures | None:
         return None
     prompts = [event.prompt_tokens for event in events if isinstance(event, Start)]
     lengths = LengthSettings(
-        values=written_lengths(stretches(events)).sample_lengths(_SAMPLED_LENGTHS),
+        values=written_lengths(length_observations(events)).sample_lengths(_SAMPLED_LENGTHS),
         prompt_tokens=round(sum(prompts) / len(prompts)),
     )
     simulation = Simulation(
@@ -273,7 +273,7 @@ def _report(given: Arguments) -> Path:
 
 
 def _print(sync: Ending, ours: Ending, forecast: Figures | None) -> None:
-    """The closing table: what was idle, how fast, and what was learned."""
+    """Print the closing table: idle slots, speed and scores."""
     arms = (sync.figures, forecast, ours.figures)
     rows = [
         ["idle slots", *("" if f is None else percent(f.bubble) for f in arms), ""],
@@ -292,7 +292,7 @@ def _speed(
     arms: tuple[Figures, Figures | None, Figures],
     speed: Callable[[Figures], float],
 ) -> list[str]:
-    """The speeds, and how many times as fast SortedRL is as the baseline."""
+    """A row with the speeds and the speedup of SortedRL over the baseline."""
     base, ours = speed(arms[0]), speed(arms[2])
     shown = ["" if f is None else _number(speed(f)) for f in arms]
     return [name, *shown, f"{ours / base:.1f} x" if base else ""]

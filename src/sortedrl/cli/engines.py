@@ -23,7 +23,7 @@ HELP = """List the rollout engines and run a self-test of each, in about a minut
   sortedrl engines --no-test                    only list them, with versions and devices
   sortedrl engines --only native vllm           only these two
   sortedrl engines --urls http://gpu1:8000      also test a running server
-  sortedrl engines --json                       machine-readable output
+  sortedrl engines --json                       for a script
 
 The self-test uses a tiny random model. The engine generates 8 answers in 4 slots, is interrupted,
 loads other weights and continues. No answer may be lost or duplicated, and every log-probability
@@ -67,9 +67,9 @@ class Entry:
     """One engine or server, and the result of its self-test."""
 
     name: str
-    """The kind of an engine, the address of a server."""
+    """The engine's name, or the server's address."""
     installation: Installation
-    """For a server that of the native engine, whose packages the self-test needs."""
+    """For a server: the installation of the native engine, whose packages the self-test needs."""
     is_server: bool = False
     verdict: Verdict | None = None
     """`None` if it was not tested."""
@@ -177,7 +177,7 @@ def _grid(entries: Sequence[Entry], found: Sequence[Device]) -> Table:
     is_tried = any(entry.verdict is not None for entry in entries)
     if is_tried:
         grid.add_column("self-test", no_wrap=True)
-        for name in ("seconds", "nats off", "tokens/s"):
+        for name in ("seconds", "max gap", "tokens/s"):
             grid.add_column(name, justify="right", no_wrap=True)
     for entry in entries:
         device = "its own" if entry.is_server else _device(entry, found) or ""
@@ -234,14 +234,14 @@ def _remarks(entries: Sequence[Entry]) -> Iterator[list[str]]:
     passed = [e for e in entries if e.verdict is not None and e.verdict.passed]
     if any(not entry.is_server for entry in passed):
         yield _wrapped(
-            "nats off: the largest difference of a log-probability to a plain forward pass. "
-            "tokens/s: with a tiny model, so no indication for yours."
+            "max gap: the largest log-probability difference to a plain forward pass, in nats. "
+            "tokens/s: with a tiny model; says nothing about yours."
         )
     if any(entry.is_server for entry in passed):
         yield _wrapped(
             "Servers: loading weights was not tested, because their model is not known here; a "
             "training run checks it at its start. "
-            "Their tokens/s are those of 8 short answers."
+            "Their tokens/s are measured on 8 short answers."
         )
 
 

@@ -1,4 +1,4 @@
-"""`sortedrl eval`: models on tasks, in numbers one can trust; two models, compared."""
+"""`sortedrl eval`: evaluates models on tasks, with confidence intervals, and compares them."""
 
 from __future__ import annotations
 
@@ -51,44 +51,44 @@ HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence i
   sortedrl eval MODEL --tasks gsm8k math500 --samples 4     a hub name, a folder or a GGUF file
   sortedrl eval MODEL --tasks knights_knaves:people=3-7,count=500
   sortedrl eval MODEL --tasks mine.jsonl --reward my_module:my_reward
-  sortedrl eval BEFORE AFTER --tasks gsm8k                  both, and a paired bootstrap
-  sortedrl eval MODEL --tasks rows.jsonl --environment calculator     in conversations
-  sortedrl eval evals/before evals/after                    compare what was evaluated before
+  sortedrl eval BEFORE AFTER --tasks gsm8k                  both, compared by paired bootstrap
+  sortedrl eval MODEL --tasks rows.jsonl --environment calculator     conversations
+  sortedrl eval evals/before evals/after                    compare saved evaluations
 
-Of a task that has splits, test is taken unless it names another: gsm8k:split=train.
-Answers are saved as they come (samples.jsonl); one that was interrupted continues with --resume,
-which may ask for more samples, rows and tasks, but not for fewer.
+Tasks with splits are evaluated on test, unless the task names a split: gsm8k:split=train.
+Answers are saved as they are generated (samples.jsonl). --resume continues an interrupted
+evaluation; it may ask for more samples, rows and tasks, but not for fewer.
 Tasks: sortedrl data --help.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to evaluate on what."""
+    """What to evaluate, and on which tasks."""
 
     models: tyro.conf.Positional[tuple[str, ...]]
     """Models (hub name, folder, GGUF file), or folders of earlier evaluations."""
     tasks: tuple[str, ...] = ()
     """Tasks: name, or name:option=value,option=value; or files and hub names with --reward."""
     folder: Path | None = None
-    """Folder with the files of the data sets; by default $SORTEDRL_DATA, and then the hub."""
+    """Folder with data set files; by default $SORTEDRL_DATA, and then the hub."""
     reward: str | None = None
-    """A reward for all tasks in place of their own: my_module:my_function or my_file.py:..."""
+    """A reward for all tasks instead of their own: my_module:my_function or my_file.py:..."""
     reward_options: tuple[str, ...] = ()
     """Keyword arguments of the reward, written name=value, such as right=3 unparsable=-1."""
     environment: str | None = None
-    """Ask in conversations with this environment: a built-in one, or my_file.py:Class."""
+    """Evaluate conversations with this environment: a built-in one, or my_file.py:Class."""
     environment_arguments: tuple[str, ...] = ()
     """Keyword arguments of the environment, written name=value."""
     environment_reward: Literal["environment", "function"] = "environment"
-    """environment: the environment scores a conversation. function: the task's reward, or
-    --reward."""
+    """Which reward a conversation gets. environment: that of the environment. function: that of the
+    task or of --reward."""
     max_turns: PositiveInt = 16
     """Turns of the model after which a conversation is cut off."""
     reply_seconds: PositiveFloat = 10.0
     """Timeout of one reply of the environment."""
     out: Path = Path("evals")
-    """Where results are kept: a folder for each model."""
+    """Where results are saved: a folder for each model."""
     resume: bool = False
     """Continue an evaluation that was interrupted."""
     device: str | None = None
@@ -116,7 +116,7 @@ def run(arguments: Sequence[str]) -> None:
     ]
     for path in pages:
         refuse_foreign(path, mark=PAGE_MARK)
-    # What is wrong with the last model shows before the first is evaluated.
+    # Check every model before the first one is evaluated.
     for model, label, saved in zip(given.models, labels, is_saved, strict=True):
         if not saved:
             refuse_wrong_path(model)
@@ -199,7 +199,7 @@ def _environment(given: Arguments) -> EnvironmentSettings:
 
 
 def _described(given: Arguments) -> dict[str, object]:
-    """What an answer and its score depend on; more rows or samples may be asked for later."""
+    """Everything that answers and scores depend on; rows and samples may grow later."""
     return {
         "temperature": given.settings.sampling_temperature,
         "top_p": given.settings.top_p,
@@ -225,7 +225,7 @@ def _print(
             print(one_line(f"note: {note}"))
         print()
     for comparison in comparisons:
-        print(one_line(f"{comparison.before} against {comparison.after}, paired by prompt"))
+        print(one_line(f"{comparison.before} vs {comparison.after}, paired by prompt"))
         _table(comparison_table(comparison))
         print()
 
@@ -257,9 +257,9 @@ def _is_saved(model: str) -> bool:
 
 
 def _labels(models: Sequence[str]) -> list[str]:
-    """Short names that tell the models apart: as much of the end of their paths as it takes.
+    """Short unique names of the models: as many trailing path parts as it takes.
 
-    The model of a run is called after the run too, since all of them are in a folder `model`.
+    The model of a run is in a folder `model`, so its label includes the run's name.
     """
     parts = [
         [part for part in Path(model).parts if part not in ("/", "..", ".")] for model in models

@@ -1,4 +1,4 @@
-"""`sortedrl fit`: a run of your own as settings of the simulator, from its events or answers."""
+"""`sortedrl fit`: turns a run into settings of the simulator, from its events or answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sortedrl.simulate.lengths import (
     LengthSettings,
     event_log,
     is_event_log,
-    stretches,
+    length_observations,
     written_lengths,
 )
 from sortedrl.simulate.observed import is_log, observed_line, read_observed
@@ -34,9 +34,9 @@ HELP = """Turn a run into settings for the simulator: lengths, slots, schedule a
   sortedrl fit output/completions/ > mine.toml       TRL: log_completions=True
   sortedrl fit results.jsonl > mine.toml             verifiers and prime-rl, or sortedrl.measure
 
-Our own events also give the constants of the machine, most exactly for strategy sync or mode
-partial. Interrupted answers count up to where they were seen.
-Logs of other trainers give lengths, slots and siblings; the costs stay those of the preset paper.
+Events of a SortedRL run also give the cost constants of the machine; they are most accurate with
+strategy sync or mode partial. Interrupted answers count as censored at the length they reached.
+Logs of other trainers give lengths, slots and siblings; costs are those of the preset paper.
 """
 
 _KEPT_LENGTHS = 512
@@ -44,10 +44,10 @@ _KEPT_LENGTHS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to read and how to print."""
+    """What to read, and how to print."""
 
     events: tyro.conf.Positional[Path]
-    """The folder of a run, its events.jsonl, or a log of answers: a file or a folder."""
+    """A run folder, an events.jsonl, or a log of answers (file or folder)."""
     json: bool = False
     """Print one JSON object instead of TOML."""
 
@@ -69,7 +69,7 @@ def _print_fitted(given: Arguments) -> None:
     begin = next(event for event in events if isinstance(event, Begin))
     schedule = observed_schedule(events)
     if schedule is None:
-        raise DataError(given.events, "trains no answer, so its schedule cannot be told")
+        raise DataError(given.events, "has no trained answer, so its schedule is unknown")
     prompts = sum(event.prompts for event in events if isinstance(event, Load))
     groups = -(-prompts // schedule.group_prompts)
     if given.json:
@@ -86,7 +86,7 @@ def _print_fitted(given: Arguments) -> None:
         f"# fitted to {fitted.intervals} intervals of {given.events}, "
         f"mean error {100 * fitted.relative_error:.1f} %"
     )
-    written = written_lengths(stretches(events))
+    written = written_lengths(length_observations(events))
     values = written.sample_lengths(_KEPT_LENGTHS)
     simulation = Simulation(
         groups=groups,

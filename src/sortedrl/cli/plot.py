@@ -1,9 +1,9 @@
-"""`sortedrl plot`: pictures of runs for docs and papers.
+"""`sortedrl plot`: draws runs as pictures for docs and papers.
 
-Each is an SVG that stands alone. Runs that differ only in the seed are one line with a band.
-PNG is drawn by the package resvg_py, imported only when asked for. It follows no theme of a
-reader, so pictures for it have one scheme. It knows fonts by name only; which of ours are on this
-machine is tried out first, so that no picture loses its text.
+Every picture is a standalone SVG. Runs that differ only in the seed are one line with a band.
+PNG needs the package resvg_py, imported only on demand. It ignores themes, so a PNG has one colour
+scheme, and it finds fonts only by name, so the installed ones are probed first: with an unknown
+font it would drop the text.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ FONTS = (
     "DejaVu Sans",
     "Verdana",
 )
-"""Fonts to draw with, the narrow ones first: pictures leave room for letters of Arial's width."""
+"""Fonts to try, narrow ones first: the layout leaves room for letters of Arial's width."""
 MAX_WIDTH = 20_000
-"""Beyond this, a picture takes gigabytes."""
+"""Larger pictures take gigabytes of memory."""
 _SHEET = '<svg xmlns="http://www.w3.org/2000/svg" width="16" height="16">{}</svg>'
 _WORD = _SHEET.format('<text y="12" font-family="sans-serif" font-size="9">Wag1</text>')
 _NO_FONT = "no font has this name"
@@ -68,7 +68,7 @@ class Look:
     """Options that all pictures share."""
 
     title: str = ""
-    """In place of the picture's own title."""
+    """Replaces the picture's default title."""
     scheme: Scheme = "auto"
 
 
@@ -79,15 +79,15 @@ def slots_picture(
     seconds: tuple[float, float] | None = None,
     groups: int | None = None,
 ) -> str:
-    """What every slot did: in whole runs, between two seconds, or until so many groups are done."""
+    """The slot timelines of whole runs, of a time window, or of the first `groups` groups."""
     window = seconds
     if groups is not None:
         window = (0.0, max(_closing_second(run, groups) for run in runs))
     longest = max(run.lanes.end - run.lanes.start for run in runs)
     if window is not None and window[0] >= longest:
         raise ConfigError(
-            f"the seconds to draw must begin before the runs end, after {longest:.1f} s, "
-            f"got {window[0]}; choose earlier ones"
+            f"--seconds must begin before the end of the runs, at {longest:.1f} s, "
+            f"got {window[0]}; choose an earlier window"
         )
     part = "" if window is None else " in the whole run"
     panels = [
@@ -102,13 +102,13 @@ def slots_picture(
 
 
 def bubble_picture(runs: Sequence[Run], look: Look, *, per: Per = "round") -> str:
-    """The idle share of the slots, round by round or group by group."""
+    """The idle share of the slots per round or group."""
     if per == "round":
         lines = [[figures.bubble for figures in run.metrics.rounds] for run in runs]
     else:
         lines = [[group.figures.bubble for group in run.metrics.groups] for run in runs]
     chart = LineChart(
-        title=f"Bubble of every {per}: the idle share of the slots",
+        title=f"Bubble per {per}: idle share of the slots",
         x_label=per,
         y_label="bubble",
         lines=tuple(map(counted, lines)),
@@ -118,34 +118,34 @@ def bubble_picture(runs: Sequence[Run], look: Look, *, per: Per = "round") -> st
 
 
 def learning_picture(runs: Sequence[Run], look: Look, *, by: By = "answers") -> str:
-    """The score on held-out prompts against what it took."""
+    """The score on held-out prompts against answers, seconds or updates."""
     chart = score_chart(runs, by=by)
     if chart.is_empty:
         raise ConfigError(
-            "a picture of learning needs a run with held-out scores, but none of these has any; "
-            "train with [evaluation] tasks, or draw rewards, lengths or bubble"
+            "plot learning needs a run with held-out scores, but none of these has any; "
+            "train with [evaluation] tasks, or plot rewards, lengths or bubble"
         )
     return _curves(runs, chart, look=look)
 
 
 def rewards_picture(runs: Sequence[Run], look: Look) -> str:
-    """The mean reward of the answers of each update."""
+    """The mean reward of each update."""
     chart = reward_chart(runs)
     if chart.is_empty:
         raise ConfigError(
-            "a picture of rewards needs a run with rewards, but none of these has any; "
-            "simulated runs have none: draw lengths or bubble"
+            "plot rewards needs a run with rewards, but none of these has any; "
+            "simulated runs have none: plot lengths or bubble"
         )
     return _curves(runs, chart, look=look)
 
 
 def lengths_picture(runs: Sequence[Run], look: Look) -> str:
-    """The mean length of the answers of each update."""
+    """The mean answer length of each update."""
     return _curves(runs, length_chart(runs), look=look)
 
 
 def pareto_picture(runs: Sequence[Run], look: Look) -> str:
-    """What runs cost and give: seconds and score; staleness and speed where scores are missing."""
+    """Final score against seconds; without scores, speed against staleness."""
     if all(run.scores for run in runs):
         values = [(run.metrics.run.seconds, 100 * run.scores[-1].score) for run in runs]
         x_label, y_label = "seconds of training", "final accuracy, %"
@@ -185,7 +185,7 @@ def _curves(runs: Sequence[Run], chart: LineChart, *, look: Look) -> str:
 
 
 def _closing_second(run: Run, groups: int) -> float:
-    """The second in which so many groups were trained on; the last one if there are fewer."""
+    """When this many groups are trained; the last close if there are fewer."""
     closed = 0
     for event in run.record.events:
         if isinstance(event, Update):
@@ -201,12 +201,12 @@ def _described(run: Run) -> str:
 
 
 def _is_beaten(point: tuple[float, float], others: Sequence[tuple[float, float]]) -> bool:
-    """Whether another costs no more and gives no less, and is better in one of the two."""
+    """Whether another point costs no more, gives no less, and is strictly better in one."""
     return any(x <= point[0] and y >= point[1] and (x, y) != point for x, y in others)
 
 
 def png(svg: str, *, width: int) -> bytes:
-    """The picture as a PNG file's content, so many pixels wide."""
+    """The picture as PNG, `width` pixels wide."""
     if not 1 <= width <= MAX_WIDTH:
         raise ConfigError(f"the width of a PNG must lie in 1..{MAX_WIDTH} pixels, got {width}")
     renderer = _renderer()
@@ -229,10 +229,10 @@ def _renderer() -> ModuleType:
 
 
 def _font(renderer: ModuleType) -> str:
-    """The first font that is on this machine; where there is another one only, that one."""
+    """The first installed font."""
     otherwise = renderer.svg_to_bytes(svg_string=_WORD, sans_serif_family=_NO_FONT)
     for name in FONTS:
-        # a name that is not known gives what any unknown name gives: another font, or no mark
+        # an unknown name renders like any other unknown name: in a fallback font, or blank
         if renderer.svg_to_bytes(svg_string=_WORD, sans_serif_family=name) != otherwise:
             return name
     if otherwise != renderer.svg_to_bytes(svg_string=_SHEET.format("")):
@@ -245,7 +245,7 @@ def _font(renderer: ModuleType) -> str:
 
 
 WIDTH = 860
-"""Pixels from left to right of every SVG; a PNG has twice as many."""
+"""Width of every SVG in pixels; a PNG is twice as wide by default."""
 
 Kind = Literal["slots", "bubble", "learning", "rewards", "lengths", "pareto"]
 
@@ -257,8 +257,8 @@ HELP = """Draw runs as SVG or PNG, for docs and papers.
   sortedrl plot learning runs/* --by seconds --out learning.svg
   sortedrl plot pareto runs/* --out pareto.png --scheme dark --width 2400
 
-slots: what every slot did; bubble: idle share of the slots; learning: score on held-out prompts;
-rewards, lengths: means of every update; pareto: cost and gain of runs, with the Pareto front.
+slots: slot timelines; bubble: idle share of the slots; learning: score on held-out prompts;
+rewards, lengths: means of each update; pareto: cost against gain, with the Pareto front.
 Runs that differ only in the seed are drawn as one line with a band, from minimum to maximum.
 An SVG follows the reader's theme unless --scheme fixes it. PNG: pip install 'sortedrl[plot]'.
 """
@@ -266,28 +266,28 @@ An SVG follows the reader's theme unless --scheme fixes it. PNG: pip install 'so
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to draw and how."""
+    """What to draw, and how."""
 
     kind: tyro.conf.Positional[Kind]
     """What to draw."""
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs, or their events.jsonl."""
     out: Path
-    """The picture: an .svg or a .png."""
+    """The picture to write: .svg or .png."""
     title: str = ""
-    """In place of the picture's own title."""
+    """Title, instead of the default one."""
     scheme: Scheme = "auto"
-    """Colours: for a light page, for a dark one, or as the reader's theme asks (PNG: light)."""
+    """Colours: light, dark, or the reader's theme (auto; a PNG is then light)."""
     width: int | None = None
-    """PNG: pixels from left to right; by default 1720, twice the size of the SVG."""
+    """PNG: width in pixels; by default 1720, twice that of the SVG."""
     seconds: tuple[float, float] | None = None
-    """slots: draw only what lies between these seconds of the run."""
+    """slots: draw only this time window, in seconds of the run."""
     groups: int | None = None
-    """slots: draw until this many groups of prompts are trained on."""
+    """slots: draw until this many prompt groups are trained."""
     per: Per | None = None
-    """bubble: of every round, or of every group; by default rounds."""
+    """bubble: one value per round or per group; by default per round."""
     by: By | None = None
-    """learning: what the score is drawn against; by default answers."""
+    """learning: the x axis; by default answers."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -307,7 +307,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _check(given: Arguments) -> None:
-    """Refuse what cannot be drawn before anything is read."""
+    """Check the options before anything is read."""
     if given.out.suffix not in (".svg", ".png"):
         raise ConfigError(f"--out must end in .svg or .png, got {str(given.out)!r}")
     refuse_unwritable(given.out)
@@ -318,7 +318,7 @@ def _check(given: Arguments) -> None:
     for kind, flags in belongs.items():
         for flag in flags:
             if values[flag] is not None and kind != given.kind:
-                raise ConfigError(f"--{flag} is for {kind}, but {given.kind} was asked for")
+                raise ConfigError(f"--{flag} is for {kind}, got it with {given.kind}")
     if given.seconds is not None and given.groups is not None:
         raise ConfigError("give --seconds or --groups, not both")
     if given.groups is not None and given.groups < 1:
@@ -327,9 +327,7 @@ def _check(given: Arguments) -> None:
         raise ConfigError(f"--width must lie in 1..{MAX_WIDTH} pixels, got {given.width}")
     if given.seconds is not None and not 0 <= given.seconds[0] < given.seconds[1]:
         first, last = given.seconds
-        raise ConfigError(
-            f"--seconds must be two numbers from 0 on, the first one smaller, got {first} {last}"
-        )
+        raise ConfigError(f"--seconds must be two numbers, 0 <= first < second, got {first} {last}")
 
 
 def _draw(given: Arguments, runs: Sequence[Run], *, scheme: Scheme) -> str:

@@ -1,4 +1,4 @@
-"""`sortedrl presets`: the named workloads and hardware, with their arithmetic."""
+"""`sortedrl presets`: lists the named workloads and hardware, with their arithmetic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> None:
         hardware = {name: asdict(costs()) for name, costs in HARDWARE.items()}
         print(json.dumps({"workloads": workloads, "hardware": hardware}, indent=2, default=str))
         return
-    print("Workloads: the first word of simulate, compare and tune\n")
+    print("Workloads: the first argument of simulate, compare and tune\n")
     for name, preset in PRESETS.items():
         print(f"  {name}\n{_indented(preset)}\n")
     print("Hardware: the value of --hardware\n")

@@ -1,4 +1,4 @@
-"""`sortedrl report`: one page that shows a run, or several side by side."""
+"""`sortedrl report`: one HTML page for a run, or for several side by side."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from sortedrl.report.page import runs_page
 from sortedrl.report.record import RunRecord, read_runs
 from sortedrl.report.terminal import progress, refuse_unwritable, write_text
 
-HELP = """Show a run on one page: what it learned, where its slot-seconds went, what to change.
+HELP = """Write a report page: what a run learned, how its slots were used, what to change.
 
   sortedrl report runs/logic                      writes runs/logic/report.html
-  sortedrl report runs/sorted runs/sync           side by side; writes report.html here
-  sortedrl report runs/logic-seed*                seeds of one setting: curves with their spread
-  sortedrl report events.jsonl --out page.html    the log of any loop, a simulated one too
+  sortedrl report runs/sorted runs/sync           side by side; writes ./report.html
+  sortedrl report runs/logic-seed*                seeds of one setting: curves with bands
+  sortedrl report events.jsonl --out page.html    any event log, also of a simulation
   sortedrl report runs/logic --json               the numbers, for a script
 
-The page is one file that needs no network. A run that is in progress, or was killed,
-is shown up to its last event; sortedrl watch keeps the page up to date.
+The page is one file that needs no network. A run that is in progress or was killed is shown up to
+its last event; sortedrl watch keeps the page up to date.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to show and where."""
+    """What to show, and where to write it."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs, or their events.jsonl."""
+    """Run folders, or their events.jsonl."""
     out: Path | None = None
-    """The page; by default report.html in the folder of a single run, and here for several."""
+    """The page; by default report.html in the folder of a single run, or here for several."""
     title: str = ""
     """The page's title; by default the names of the runs."""
     open: bool = False
     """Open the page in the browser."""
     json: bool = False
-    """Print the numbers of the runs as one JSON object, too."""
+    """Also print the numbers of the runs as one JSON object."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def title_of(records: Sequence[RunRecord]) -> str:
-    """The names of the runs, as far as a title goes."""
+    """A title from the names of the runs."""
     names = [record.name for record in records]
     if len(names) > 3:
         return f"{names[0]} and {len(names) - 1} more runs"

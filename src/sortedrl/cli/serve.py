@@ -1,4 +1,4 @@
-"""`sortedrl serve`: an endpoint for agent programs, with our engine and scheduler behind it."""
+"""`sortedrl serve`: an endpoint for agent programs, backed by the engine and the scheduler."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sortedrl.runs.serve import ServeSettings, serve
 
 HELP = """Serve a model to agent programs: token ids in, token ids and log-probabilities out.
 
-  sortedrl serve MODEL                          at http://127.0.0.1:8123; Ctrl-C ends it
-  sortedrl serve tiny --slots 8 --out runs/agents      keeps events.jsonl for sortedrl report
-  sortedrl serve MODEL --weights-folder runs/mine      callers may load new weights from there
-  SORTEDRL_TOKEN=... sortedrl serve MODEL --host 0.0.0.0      to other machines, with a token
+  sortedrl serve MODEL                          at http://127.0.0.1:8123; Ctrl-C stops it
+  sortedrl serve tiny --slots 8 --out runs/agents      writes events.jsonl for sortedrl report
+  sortedrl serve MODEL --weights-folder runs/mine      clients may load weights from there
+  SORTEDRL_TOKEN=... sortedrl serve MODEL --host 0.0.0.0      for other machines, with a token
 
 POST /inference/v1/generate (as vLLM) and POST /v1/completions (as OpenAI, with token ids or text).
-The header X-Session-ID names a conversation: the turns of the oldest one get a slot first.
-The same request with the same seed gets the same tokens, whatever runs beside it.
-POST /update_weights_from_disk (as SGLang) loads new weights while requests are in flight: turns
-that run keep their tokens and go on, and weight_versions says which weights wrote which of them.
+The header X-Session-ID names a conversation; turns of the oldest conversation get a slot first.
+The same request with the same seed gets the same tokens, regardless of other requests.
+POST /update_weights_from_disk (as SGLang) loads new weights while requests are in flight: running
+turns keep their tokens and continue, and weight_versions gives the version behind each token.
 """
 
 
@@ -35,7 +35,7 @@ class Arguments:
     model: tyro.conf.Positional[tuple[str, ...]]
     """The model: a hub name, a folder, a GGUF file, or tiny."""
     json: bool = False
-    """Print one line with a JSON object, {"url": ...}, once it listens."""
+    """Print one line with a JSON object, {"url": ...}, once the server listens."""
     settings: ServeSettings = field(default_factory=ServeSettings)
 
 
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> None:
     model = given.model[0]
 
     def ready(url: str) -> None:
-        tell(f"serving {one_line(model)} at {url} (Ctrl-C ends it)")
+        tell(f"serving {one_line(model)} at {url} (Ctrl-C stops it)")
         if given.json:
             print(json.dumps({"url": url}), flush=True)
 

@@ -1,4 +1,4 @@
-"""`sortedrl sft`: a supervised warm start on written answers."""
+"""`sortedrl sft`: supervised fine-tuning on given answers, as a warm start."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sortedrl.errors import ConfigError
 from sortedrl.runs.output import duration
 from sortedrl.runs.start import warm_start
 
-HELP = """Train a model to imitate written answers, as a warm start for sortedrl train.
+HELP = """Fine-tune a model on given answers, as a warm start for sortedrl train.
 
   sortedrl sft sft.toml                             a file with the settings below, by section
   sortedrl sft --model Qwen/Qwen2.5-0.5B --task traces.jsonl --out runs/warm
   sortedrl sft --model tiny --task knights_knaves:people=3,count=4096,style=compact --epochs 4
   sortedrl train config.toml --model runs/warm/model
 
-Rows are those of sortedrl train, with one field more: response, the answer to imitate.
-The model is left in the run's folder, in model/; Ctrl-C stops early and keeps what was learnt.
+Rows are those of sortedrl train with one more field: response, the answer to imitate.
+The model is saved in the run folder, in model/. Ctrl-C stops early and saves the model.
 """
 
 
@@ -70,6 +70,6 @@ def run(arguments: Sequence[str]) -> None:
 def _settings_from(source: Path) -> SupervisedSettings:
     if source.suffix != ".toml":
         raise ConfigError(
-            f"the first word must be a .toml file, got {str(source)!r}; see sortedrl sft --help"
+            f"the first argument must be a .toml file, got {str(source)!r}; see sortedrl sft --help"
         )
     return settings_over(SupervisedSettings(), read_toml(source), path=source)

@@ -1,4 +1,4 @@
-"""`sortedrl simulate`: one strategy, round by round, and a summary."""
+"""`sortedrl simulate`: one strategy, round by round, with a summary."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ HELP = """Simulate one strategy on a virtual clock: a line per round, then a sum
   sortedrl simulate paper --mode coupled --lookahead 2
   sortedrl simulate mine.toml --slots 256          your own settings, with one changed
   sortedrl simulate paper --length-file my.csv     your own answer lengths
-  sortedrl simulate paper --events events.jsonl    keep the record of everything that happened
-  sortedrl simulate six --ticks                    small enough to follow step by step
+  sortedrl simulate paper --events events.jsonl    write the event log
+  sortedrl simulate six --ticks                    small enough to follow by eye
   sortedrl simulate paper --engines 8 --slots 1024 --group-prompts 4096 --update-batch 1024
-                                                   eight such machines: docs/scale.md
+                                                   eight engines: docs/scale.md
 
-The first word is a preset (sortedrl presets) or a TOML file; flags change single settings.
+The first argument is a preset (sortedrl presets) or a TOML file; flags override single settings.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to run and what to show."""
+    """What to simulate, and what to show."""
 
     json: bool = False
     """Print one JSON object instead of text."""
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> None:
             refuse_unwritable(path)
     simulated_lengths(
         given.simulation
-    )  # an unreadable length file is refused before any is written
+    )  # refuse an unreadable length file before any output is written
     events: list[Event] = []
     sinks: list[Record] = [events.append] if given.ticks or given.plot is not None else []
     file = None if given.events is None else _event_file(given.events)
@@ -88,7 +88,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _event_file(path: Path) -> EventFile:
-    """The log to write; one of a simulation is replaced, and no other file."""
+    """The event log to write; only a log of an earlier simulation is replaced."""
     is_of_run = any((path.parent / name).exists() for name in ("run.json", "config.toml"))
     refuse_foreign(path, mark=None if is_of_run else b'{"event":"begin",')
     return EventFile(path)
@@ -161,7 +161,7 @@ def _print_summary(result: SimulationResult) -> None:
         f"(bound: {stale})\n"
         f"rounds     {slowest} for the slowest group (bound: {rounds})\n"
         f"lengths    {result.bias.trained_mean:,.0f} trained, {result.bias.reference_mean:,.0f} "
-        f"written without interruption: bias {result.bias.ratio:.3f}, "
+        f"generated without interruption: bias {result.bias.ratio:.3f}, "
         f"KS distance {result.bias.ks_distance:.3f}"
     )
     _print_pool(result)

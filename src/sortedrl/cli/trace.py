@@ -1,4 +1,4 @@
-"""`sortedrl trace`: a run as a trace for Perfetto and Chrome."""
+"""`sortedrl trace`: writes a run as a trace for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from sortedrl.report.record import read_run
 from sortedrl.report.terminal import refuse_unwritable, tell
 from sortedrl.report.trace import TraceSummary, write_trace
 
-HELP = """Write a run as a trace, to be opened in Perfetto or in chrome://tracing.
+HELP = """Write a run as a trace for Perfetto or chrome://tracing.
 
   sortedrl trace runs/mine                          writes runs/mine/trace.json
-  sortedrl trace events.jsonl --out small.json.gz   the events alone, compressed
+  sortedrl trace events.jsonl --out small.json.gz   events only, compressed
   sortedrl trace runs/mine --json                   for a script
 
 Tracks: rollouts with their bubble, groups, updates, weight syncs, reward workers, and every slot
-with what it generated. The trace of a run that is in progress, or was killed, ends at its last
-event.
-Open the file at https://ui.perfetto.dev, which reads it in your browser and sends it nowhere.
+with what it generated. A run that is in progress or was killed is traced up to its last event.
+Open the file at https://ui.perfetto.dev, which reads it in your browser and does not upload it.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to read and where to write."""
+    """What to read, and where to write."""
 
     run: tyro.conf.Positional[Path]
-    """The folder of a run, or its events.jsonl."""
+    """A run folder, or its events.jsonl."""
     out: Path | None = None
-    """Where to write; by default trace.json beside the events. A name in .gz is compressed."""
+    """Output path; by default trace.json beside the events. A name in .gz is compressed."""
     json: bool = False
     """Print one JSON object: path, bytes, seconds and counts."""
 
@@ -54,7 +53,7 @@ def run(arguments: Sequence[str]) -> None:
     tell(f"wrote {path}")
     counts = summary.counts
     print(
-        f"{summary.seconds:,.1f} s of {record.name}: {counts['slots']:,} stretches of writing, "
+        f"{summary.seconds:,.1f} s of {record.name}: {counts['slots']:,} slot intervals, "
         f"{counts['updates']:,} updates, {counts['rewards']:,} timed rewards; "
         "open it at https://ui.perfetto.dev"
     )

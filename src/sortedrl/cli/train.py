@@ -1,4 +1,4 @@
-"""`sortedrl train`: the main job. A model, prompts and a reward become a better model."""
+"""`sortedrl train`: trains a model with rewards."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from sortedrl.runs.tasks import training_tasks
 if TYPE_CHECKING:
     from sortedrl.runs.training import Ending
 
-HELP = """Train a model with rewards, its rollouts scheduled by length.
+HELP = """Train a model with rewards; rollouts are scheduled by length.
 
   sortedrl train config.toml                        a file with the settings below, by section
   sortedrl train config.toml --mode coupled --learning-rate 2e-6
   sortedrl train --model Qwen/Qwen2.5-0.5B --task gsm8k --out runs/gsm8k
   sortedrl train --model MODEL --task rows.jsonl --reward my_file.py:score --algorithm grpo
-  sortedrl train config.toml --dry-run              what it will need and how long it will take
-  sortedrl train config.toml --smoke                its layout with a tiny model on CPU processes
+  sortedrl train config.toml --dry-run              plan: memory, time, sizes
+  sortedrl train config.toml --smoke                test the layout: tiny model, CPU
   sortedrl train runs/gsm8k --resume                resume a run that was stopped or killed
 
 A run can be stopped at any time: Ctrl-C and SIGTERM finish the round and save first, and a killed
-run resumes from its last checkpoint. The trained model is left in the run's folder, in model/.
-Sizes that you do not set (group-prompts, update-batch, slots) follow the number of rows; the first
+run resumes from its last checkpoint. The trained model is saved in the run folder, in model/.
+Sizes that are not set (group-prompts, update-batch, slots) follow the number of rows; the first
 lines of a run and of a dry run show them.
 """
 
@@ -59,7 +59,7 @@ ALIASES = {
     "--engine": "--rollout.engine",
     "--eval-tasks": "--evaluation.tasks",
 }
-"""Short names of flags, those that `sortedrl.train` has too."""
+"""Short names of flags, also accepted by `sortedrl.train`."""
 
 COMMON = (
     *("--model", "--task", "--reward", "--out", "--epochs", "--max-updates", "--seed"),
@@ -67,43 +67,42 @@ COMMON = (
     *("--learning-rate", "--engine", "--lora.rank", "--eval-tasks"),
     *("--resume", "--dry-run", "--smoke"),
 )
-"""The flags that most runs need, in the order in which --help shows them."""
+"""The most common flags, in the order in which --help shows them."""
 _WIDTH, _INDENT = 98, 6 * " "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to do with the settings."""
+    """How to run the settings."""
 
     resume: bool = False
-    """Resume from the newest complete checkpoint in the run's folder."""
+    """Resume from the newest complete checkpoint in the run folder."""
     dry_run: bool = False
-    """Load nothing: print the plan, the memory it takes and how long it will run."""
+    """Load nothing; print the plan, its memory and the expected time."""
     smoke: bool = False
-    """Try the layout first: the same workers, ranks, algorithm and schedule with a tiny model on
-    CPU processes, two updates. The first lines list what is replaced."""
+    """Test the layout: the same workers, ranks, algorithm and schedule with a tiny model on CPU
+    processes, for two updates. The first lines list what is replaced."""
     card: str | None = None
-    """Dry run only: the hardware to plan for (h100, h200, a100, rtx-4090, cpu); by default that
-    of this machine."""
+    """Dry run only: the hardware to plan for (h100, h200, a100, rtx-4090, cpu); by default this
+    machine."""
     memory_gib: float | None = None
-    """Dry run only, with --card: the memory of one card; by default that of its data sheet."""
+    """Dry run only, with --card: the memory of one card; by default as in its data sheet."""
     mean_length: float | None = None
-    """Dry run only: the mean length of answers that you expect; by default a guess."""
+    """Dry run only: expected mean answer length; by default a guess."""
     rows: int | None = None
-    """Dry run only: how many rows there are to train on, such as 17000; nothing is then read. By
-    default the rows of the task, which must be accessible."""
+    """Dry run only: the number of training rows, such as 17000, without reading them. By default
+    the rows of the task, which must be accessible."""
     prompt_tokens: int | None = None
-    """Dry run only: how long the prompts are; by default counted, if the
-    tokenizer is on this machine."""
+    """Dry run only: prompt length; by default counted, if the tokenizer is on this machine."""
     turns: float | None = None
-    """Dry run only, with an environment: turns of a conversation (median); by default a guess."""
+    """Dry run only, with an environment: median turns of a conversation; by default a guess."""
     tool_seconds: float | None = None
-    """Dry run only, with an environment: seconds that a reply takes (median)."""
+    """Dry run only, with an environment: median seconds of a reply."""
     given_tokens: float | None = None
-    """Dry run only, with an environment: tokens of a reply (median)."""
+    """Dry run only, with an environment: median tokens of a reply."""
     conversations: Path | None = None
-    """Dry run only, with an environment: observed conversations as JSON lines, in place of these;
-    as conversations.log of the simulator."""
+    """Dry run only, with an environment: observed conversations as JSON lines, instead of medians;
+    same format as conversations.log of the simulator."""
     json: bool = False
     """Print one JSON object at the end instead of a table."""
     settings: Annotated[TrainSettings, tyro.conf.arg(name="")] = field(
@@ -130,12 +129,12 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _smoked(given: Arguments) -> TrainSettings:
-    """The settings of a smoke run; no size of it follows the data."""
+    """The settings of a smoke run; its sizes are fixed, not derived from the data."""
     from sortedrl.runs.start import smoke_run
 
     require(
         not given.resume,
-        "--smoke is a new run of its own, got it with --resume; leave one of them out",
+        "--smoke starts a new run, got it with --resume; leave one of them out",
     )
     smoke = smoke_run(given.settings)
     for line in smoke.lines:
@@ -144,7 +143,7 @@ def _smoked(given: Arguments) -> TrainSettings:
 
 
 def _short_help() -> str:
-    """The flags that most runs need; what each means is the text beside its field."""
+    """Help for the most common flags, from the strings under their fields."""
     lines = [f"usage: sortedrl train [TOML|RUN] [OPTIONS]\n\n{HELP}"]
     for flag in COMMON:
         text = flag_help(Arguments, ALIASES.get(flag, flag))
@@ -192,14 +191,14 @@ def _rows(settings: TrainSettings) -> Sequence[Row]:
         task, _ = training_tasks(settings)
     except DataError as error:
         raise ConfigError(
-            f"{error}; a dry run can go without the data: give the number of rows to train on "
-            "(--rows 17000) and about how long prompts are (--prompt-tokens 200)"
+            f"{error}; to plan without the data, give the number of rows (--rows 17000) and the "
+            "prompt length (--prompt-tokens 200)"
         ) from error
     return task.rows
 
 
 def _given(arguments: Sequence[str]) -> tuple[Arguments, Chosen]:
-    """The flags, over the file or the run that the positional word names; and what was chosen."""
+    """Parse flags over the file or run given as the argument; also gives the chosen settings."""
     prog = "sortedrl train [TOML|RUN]"
     if "--help-all" in arguments or "-h" in arguments or "--help" in arguments:
         parse(
@@ -221,12 +220,12 @@ def _given(arguments: Sequence[str]) -> tuple[Arguments, Chosen]:
 
 
 def _settings_from(source: Path) -> tuple[TrainSettings, Chosen]:
-    """The settings of a file or a run, and which of them it names."""
+    """The settings of a file or a run, and the names of those that it sets."""
     folder = RunFolder(source)
     path = folder.config if folder.holds_run else source
     if path.suffix != ".toml":
         raise ConfigError(
-            f"the first word must be a .toml file or the folder of a run, got {str(source)!r}"
+            f"the first argument must be a .toml file or the folder of a run, got {str(source)!r}"
             + ("" if source.exists() else ", which does not exist")
             + "; see sortedrl train --help"
         )

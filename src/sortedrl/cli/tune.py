@@ -1,4 +1,4 @@
-"""`sortedrl tune`: the best settings for given lengths and hardware."""
+"""`sortedrl tune`: searches for the best schedule for given lengths and hardware."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ HELP = """Search update batch, group size, lookahead and mode by simulation.
   sortedrl tune paper --length-file my.csv --hardware h200-qwen-2.5-1.5b --plot front.svg
   sortedrl tune paper > best.toml                    ready for simulate, compare and tune
 
-Prints the best settings as a TOML file that opens with what they gain, as comments.
+Prints the best settings as TOML; comments at the top show their gain.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to search and what to show."""
+    """What to search, and what to show."""
 
     search: Search = field(default_factory=Search)
     workers: int = os.cpu_count() or 1
-    """Processes that simulate side by side."""
+    """Processes that simulate in parallel."""
     json: bool = False
     """Print one JSON object instead of TOML."""
     plot: Path | None = None
-    """Write speed against staleness of all candidates to this SVG file."""
+    """Plot speed against staleness of all candidates to this SVG file."""
     simulation: Simulation = field(default_factory=Simulation)
 
 
@@ -68,11 +68,11 @@ def run(arguments: Sequence[str]) -> None:
     if given.json:
         print(json.dumps(_as_json(tuned), indent=2))
     else:
-        print("\n".join(f"# {line}".rstrip() for line in _words(tuned)))
+        print("\n".join(f"# {line}".rstrip() for line in _summary(tuned)))
         print(simulation_to_toml(tuned.best.simulation), end="")
 
 
-def _words(tuned: Tuned) -> list[str]:
+def _summary(tuned: Tuned) -> list[str]:
     words = [
         f"{len(tuned.tried)} settings simulated, {len(tuned.allowed)} meet the constraints",
         f"best:  {_describe(tuned.best)}",
@@ -85,7 +85,7 @@ def _words(tuned: Tuned) -> list[str]:
             else ""
         ),
         "",
-        "fastest for its staleness (of tokens, mean), least stale first:",
+        "Pareto front of speed and mean token staleness, least stale first:",
     ]
     words += [f"  {_describe(result)}" for result in tuned.front]
     return words
@@ -116,7 +116,7 @@ def _picture(tuned: Tuned) -> str:
         points,
         x_label="mean staleness, versions",
         y_label="trained tokens per second",
-        title=f"{len(tuned.allowed)} settings, the best {tuned.gain:.2f} x the present one",
+        title=f"{len(tuned.allowed)} settings, the best {tuned.gain:.2f} x the current one",
     )
 
 

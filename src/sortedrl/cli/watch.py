@@ -1,4 +1,4 @@
-"""`sortedrl watch`: the page of runs, served on this machine and updated while they run."""
+"""`sortedrl watch`: serves the report page of runs and updates it while they run."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from sortedrl.config.checks import require
 from sortedrl.report.terminal import tell
 from sortedrl.report.watch import Pages, PageServer, followed, open_server
 
-HELP = """Watch runs in the browser: the page of sortedrl report, kept up to date while they run.
+HELP = """Serve the report page of runs in the browser, updated while they run.
 
-  sortedrl watch runs/mine                 then open the address it prints; Ctrl-C ends it
+  sortedrl watch runs/mine                 then open the printed address; Ctrl-C stops it
   sortedrl watch runs/sorted runs/sync     side by side
   sortedrl watch runs/next --open          opens the browser; the run may start later
-  sortedrl watch runs/mine --port 9000     at a port of your choice; 0 takes any free one
+  sortedrl watch runs/mine --port 9000     on this port; 0 takes any free one
 
-Only this machine can reach it, unless --host says otherwise. A run's own files are there too, such
-as /files/mine/config.toml. A run that is in progress, or was killed, is shown up to its
-last event.
+Only this machine can connect, unless --host says otherwise. The files of a run are served too, such
+as /files/mine/config.toml. A run that is in progress or was killed is shown up to its last event.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to watch, and where to show it."""
+    """What to watch, and where to serve it."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs, or their events.jsonl; they need not be there yet."""
+    """Run folders, or their events.jsonl; they need not exist yet."""
     port: int | None = None
-    """Where to listen; 0 takes any free one. By default 8642, or the next that is free."""
+    """Port to listen on; 0 takes any free one. By default 8642, or the next free one."""
     host: str = "127.0.0.1"
-    """Address to listen at. Anyone who can reach it can read the runs: there is no password."""
+    """Address to listen on. Anyone who can connect can read the runs: there is no password."""
     open: bool = False
     """Open the page in the browser."""
     json: bool = False
-    """Print one line with a JSON object, {"url": ...}, once it listens."""
+    """Print one line with a JSON object, {"url": ...}, once the server listens."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -66,11 +65,11 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _announce(given: Arguments, server: PageServer) -> None:
-    tell(f"watching {', '.join(map(str, given.runs))} at {server.url} (Ctrl-C ends it)")
+    tell(f"watching {', '.join(map(str, given.runs))} at {server.url} (Ctrl-C stops it)")
     if not server.is_loopback:
         tell(
-            f"listening at {given.host}: anyone who can reach this machine can read these runs, "
-            "their answers and their files; there is no password"
+            f"listening on {given.host}: anyone who can connect to this machine can read these "
+            "runs, their answers and their files; there is no password"
         )
     if given.json:
         print(json.dumps({"url": server.url}), flush=True)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from sortedrl.cluster.weight_sync import WeightLoad
 from sortedrl.cluster.weight_transport import Delivery, WeightReceiver
-from sortedrl.engines.generation import RolloutEngine, Scoring, Sleeping, TokenScores
+from sortedrl.engines.generation import RolloutEngine, ScoringEngine, SleepableEngine, TokenScores
 from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineLost
 from sortedrl.rewards.pool.process import children_of, kill_descendants
@@ -322,7 +322,7 @@ class RolloutWorker:
     def score(self, trajectories: Sequence[Trajectory]) -> Sequence[TokenScores] | None:
         """The tokens of answers under the present weights; `None` if the engine cannot score."""
         engine = self._driver.engine
-        if not isinstance(engine, Scoring):
+        if not isinstance(engine, ScoringEngine):
             return None
         return self._driver.call(lambda: engine.score(trajectories, sampling=Sampling()))
 
@@ -375,7 +375,7 @@ class RolloutWorker:
         Returns whether the engine has dropped its weights.
         """
         engine = self._driver.engine
-        return isinstance(engine, Sleeping) and self._driver.call(engine.sleep)
+        return isinstance(engine, SleepableEngine) and self._driver.call(engine.sleep)
 
     def close(self) -> str | None:
         """Close the engine; gives the text of a log that the controller cannot see."""

@@ -1,7 +1,7 @@
 """The settings of an update: algorithm, off-policy correction and optimiser.
 
-The algorithm is a name and the few numbers it leaves open. A field left at `None` takes the default
-of that name; the properties `effective_*` give the value that is used.
+The algorithm is a name and a few numbers. A field left at `None` takes the default of that name;
+the properties `effective_*` give the resolved value.
 
 The correction is for tokens sampled by older weights. A token has three log-probabilities: under
 the weights that sampled it (behaviour), under the weights at the start of the update (proximal),
@@ -54,7 +54,7 @@ LossName = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Defaults:
-    """The defaults of an algorithm: a new algorithm is a row of them, and its formulas."""
+    """The defaults of an algorithm; a new algorithm needs a row of them and its formulas."""
 
     advantage: AdvantageName
     aggregation: Aggregation
@@ -63,7 +63,7 @@ class _Defaults:
     """`None`: that of the loss."""
     kl_place: KlPlace = "loss"
     kl_in_loss: KlEstimator = "k3"
-    """The estimator where the KL divergence is in the loss; in the reward it is always k1."""
+    """The estimator when the KL divergence is in the loss; in the reward it is always k1."""
     scale_rewards: RewardScale = "none"
     filter_zero_variance: bool = False
 
@@ -112,12 +112,12 @@ _CLIPS: Mapping[str, tuple[float, float]] = MappingProxyType(
 _NO_CLIP = (1.0, math.inf)
 _TAKE_DUAL_CLIP: frozenset[str] = frozenset({"clip", "gspo", "gspo_token"})
 ANSWER_RATIOS: frozenset[str] = frozenset({"gspo", "gspo_token", "gmpo"})
-"""Losses whose ratio is that of a whole answer."""
+"""Losses with one ratio per answer."""
 _COMPARE_SIBLINGS: frozenset[str] = frozenset({"group", "group_whitened", "leave_one_out"})
 
 
 def is_function(text: str) -> bool:
-    """Whether the text is the address of a function, and not the name of a formula of ours.
+    """Whether the text is the address of a user function rather than the name of a built-in.
 
     >>> is_function("my_file.py:my_loss"), is_function("my_module:my_loss"), is_function("gspo")
     (True, True, False)
@@ -138,34 +138,34 @@ class Algorithm:
     dapo: grpo with a higher upper clip, zero-variance prompts filtered, token mean.
     ppo: a critic and generalised advantage estimation.
     gspo: grpo with the ratio and the clip of a whole answer.
-    cispo: grpo whose clipped ratio weighs the log-probability, so that no gradient stops.
+    cispo: grpo; the clipped ratio weights the log-probability, so clipped tokens keep a gradient.
     sapo: grpo with a soft gate in place of the clip.
     gmpo: grpo with the geometric mean of an answer's clipped ratios."""
     advantage: str | None = None
     """Advantage estimator. returns: sums of rewards to the end, whitened. group: minus the mean of
     the prompt. group_whitened: the same, whitened. leave_one_out: minus the mean of the prompt's
-    other answers. gae: by a critic. Or a function of yours: my_file.py:my_function. By default that
+    other answers. gae: with a critic. Or your own function: my_file.py:my_function. By default that
     of the algorithm."""
     loss: str | None = None
     """Policy loss. clip: the ratio of each token, clipped (PPO). gspo: the ratio of the answer, the
     geometric mean of its tokens' ratios, clipped. gspo_token: the same for advantages that differ
     by token. cispo: the log-probability, weighted by the clipped ratio. sapo: a sigmoid of the
-    ratio. gmpo: the geometric mean of the clipped ratios. Or a function of yours:
+    ratio. gmpo: the geometric mean of the clipped ratios. Or your own function:
     my_file.py:my_function. By default that of the algorithm."""
     clip: Annotated[float, within(0, 1, ends="()")] | None = None
-    """Clip range: how far an importance ratio may fall or rise before its gradient stops. By
+    """Clip range: how far an importance ratio may move from 1 before its gradient is cut. By
     default 0.2, 3e-4 for gspo, 0.33 for gmpo; cispo has no lower bound."""
     clip_high: PositiveFloat | None = None
     """Upper clip range, where it differs from the lower one; by default 0.28 for dapo, 4e-4 for
     gspo, 4 for cispo, 0.49 for gmpo."""
     dual_clip: float | None = None
-    """Dual clip: the ratio at which the loss of a negative advantage stops growing, such as 3."""
+    """Dual clip: upper bound of the ratio in the loss of negative advantages, such as 3."""
     aggregation: Aggregation | None = None
     """How token losses are aggregated. token_mean: the mean over all tokens. sequence_mean: the
     mean over each answer, then over answers. constant: the sum, divided by the number of answers
     times engine.max_tokens. By default that of the algorithm."""
     kl_coef: NonNegativeFloat = 0.0
-    """Coefficient of the KL divergence from the initial model; 0 keeps no reference model."""
+    """Coefficient of the KL divergence from the initial model; at 0 there is no reference model."""
     kl_estimator: KlEstimator | None = None
     """KL estimator. In the reward it is k1, the log ratio. In the loss it is k2, half its square,
     or k3, ratio - 1 - log ratio. By default that of the algorithm."""
@@ -173,16 +173,16 @@ class Algorithm:
     """Whether the KL divergence is in the reward of every token or in the loss. By default that
     of the algorithm."""
     reference_refresh: PositiveInt | None = None
-    """Every this many updates the reference becomes a copy of the trained model; by default it
+    """Copy the trained model to the reference every this many updates; by default the reference
     stays the initial model."""
     scale_rewards: RewardScale | None = None
-    """What advantages of the estimator group are divided by. group: the standard deviation of the
+    """Advantage group: the divisor of the advantages. group: the standard deviation of the
     prompt's rewards. batch: that of all rewards of the update. none: nothing. By default that of
     the algorithm: none for dr_grpo, else group."""
     whiten: Whitening = "batch"
-    """reinforce_pp: what rewards are normalised over. batch: the answers of the update. group: the
-    last updates, as many as a group has; update batches are sorted by length, so one batch alone
-    does not show whether long answers do better than short ones."""
+    """reinforce_pp: what rewards are normalised over. batch: the answers of the update. group: as
+    many recent updates as a group has. Update batches are sorted by length, so a single batch
+    cannot compare long answers with short ones."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus; positive keeps the policy exploring."""
     discount: Fraction = 1.0
@@ -190,26 +190,26 @@ class Algorithm:
     gae_lambda: Fraction = 1.0
     """ppo: lambda of GAE; 1 uses rewards only, 0 the critic only."""
     value_clip: Annotated[float, above(0, "leave it out for none")] | None = 0.2
-    """ppo: clip range of the critic: how far a value may move before its gradient stops."""
+    """ppo: clip range of the critic: how far a value may move before its gradient is cut."""
     critic_learning_rate: NonNegativeFloat | None = None
     """ppo: learning rate of the critic; by default optimiser.learning_rate."""
     critic_warmup_steps: NonNegativeInt | None = None
     """ppo: warm-up steps of the critic's learning rate; by default optimiser.warmup_steps."""
     filter_zero_variance: bool | None = None
-    """Filter out prompts whose answers all have the same reward, and hold the others back until
-    an update batch is full (dynamic sampling); on for dapo."""
+    """Filter out prompts whose answers all have the same reward, and hold the remaining answers
+    back until an update batch is full (dynamic sampling); on for dapo."""
     truncated: TruncatedAnswers = "train"
-    """Answers cut off at engine.max_tokens. train: like any other. mask: they have no loss, but
-    their rewards still count in the advantages of others. bootstrap (ppo): the critic's value of
-    the state at the cut stands for what would have followed."""
+    """Answers cut off at engine.max_tokens. train: like any other. mask: no loss, but their rewards
+    count in the advantages of others. bootstrap (ppo): the critic's value at the cut replaces the
+    missing return."""
     overlong_tokens: PositiveInt | None = None
-    """Overlong shaping (DAPO): answers this close to engine.max_tokens lose reward, linearly, up
-    to overlong_penalty at the limit."""
+    """Overlong shaping (DAPO): answers within this many tokens of engine.max_tokens lose reward,
+    linearly, up to overlong_penalty at the limit."""
     overlong_penalty: NonNegativeFloat = 1.0
-    """Reward that an answer at the limit loses."""
+    """Reward lost by an answer at the limit."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "algorithm.")
         self._check_functions()
         self._check_loss()
@@ -280,12 +280,12 @@ class Algorithm:
         require(
             self.scale_rewards is None or self.effective_advantage == "group",
             f"algorithm.scale_rewards belongs to the advantage 'group', got it with "
-            f"{self.effective_advantage!r}; leave it out, or take grpo or dr_grpo",
+            f"{self.effective_advantage!r}; leave it out, or use grpo or dr_grpo",
         )
         require(
             not self.filter_zero_variance or self.needs_siblings,
             f"algorithm.filter_zero_variance compares the answers to a prompt, got it with "
-            f"{self.name!r}; take grpo, dr_grpo, rloo, dapo or reinforce_pp_baseline",
+            f"{self.name!r}; use grpo, dr_grpo, rloo, dapo or reinforce_pp_baseline",
         )
         require(
             self.truncated != "bootstrap" or self.has_critic,
@@ -302,18 +302,18 @@ class Algorithm:
     def needs_siblings(self) -> bool:
         """Whether advantages compare an answer with the other answers to its prompt."""
         own = self.effective_advantage
-        # A function may compare answers where the algorithm it stands in for does.
+        # A user function may compare answers wherever the algorithm it replaces does.
         own = _DEFAULTS[self.name].advantage if is_function(own) else own
         return own in _COMPARE_SIBLINGS
 
     @property
     def has_critic(self) -> bool:
-        """Whether there is a critic: a second model that estimates values."""
+        """Whether there is a critic."""
         return self.effective_advantage == "gae"
 
     @property
     def effective_advantage(self) -> str:
-        """How rewards become advantages: the name of an estimator, or a function of the user."""
+        """The name of an advantage estimator, or a user function."""
         return self.advantage or _DEFAULTS[self.name].advantage
 
     @property
@@ -323,7 +323,7 @@ class Algorithm:
 
     @property
     def effective_loss(self) -> str:
-        """The policy loss: its name, or a function of the user."""
+        """The name of a policy loss, or a user function."""
         return self.loss or _DEFAULTS[self.name].loss
 
     @property
@@ -378,14 +378,14 @@ Ratio = Literal["proximal", "behaviour"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Importance-sampling correction of tokens that other weights have sampled."""
+    """Importance-sampling correction of tokens sampled by other weights."""
 
     kind: CorrectionName | None = None
     """none: no correction.
     token_tis: truncated importance sampling: the ratio of proximal to behaviour probability, at
     most max_ratio.
     sequence_tis: the same with the ratio of the whole answer.
-    token_mis, sequence_mis: masked importance sampling: the same ratio, and 0 outside of
+    token_mis, sequence_mis: masked importance sampling: the same ratio, but 0 outside
     min_ratio..max_ratio.
     By default token_tis where stale tokens are trained on (partial mode, posthoc) or the engine is
     not the native one, else none."""
@@ -394,28 +394,27 @@ class Correction:
     min_ratio: NonNegativeFloat = 0.0
     """Truncation: the smallest weight. Masking: the smallest ratio that is kept."""
     mask: CorrectionMask = "none"
-    """A mask of its own beside the weight: tokens whose ratio lies outside of
-    mask_min_ratio..mask_max_ratio have no loss. token: the ratio of the token. sequence: that of
-    the whole answer. geometric: the geometric mean over the answer, which does not grow with its
-    length."""
+    """An additional mask: tokens whose ratio lies outside mask_min_ratio..mask_max_ratio have no
+    loss. token: the ratio of the token. sequence: that of the whole answer. geometric: the
+    geometric mean over the answer, which is independent of its length."""
     mask_min_ratio: NonNegativeFloat = 0.5
     """mask: the smallest ratio that is kept."""
     mask_max_ratio: PositiveFloat = 2.0
     """mask: the largest ratio that is kept."""
     weight_kl: bool = False
-    """Weight the KL divergence in the loss by importance too, so that stale tokens do not bias
-    it."""
+    """Apply the importance weights to the KL divergence in the loss too, so that stale tokens do
+    not bias it."""
     scale_by_ess: StepScale = "none"
-    """Scale the learning rate of a step by the square root of the effective sample size of its
-    weights, as a share: few usable stale tokens make a small step. token: of the tokens' weights.
-    sequence: of the weights of whole answers, which is stricter."""
+    """Scale the learning rate of a step by the square root of its effective sample size (as a
+    share), so that a batch with few usable stale tokens takes a small step. token: from the
+    weights of tokens. sequence: from the weights of whole answers, which is stricter."""
     ratio: Ratio = "proximal"
     """The denominator of the clipped ratio in the loss. proximal: the weights at the start of the
-    update (decoupled PPO). behaviour: the weights that sampled the token, which makes the clip
-    itself the correction; it needs kind none."""
+    update (decoupled PPO). behaviour: the weights that sampled the token; the clip is then the
+    correction, so kind must be none."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "correction.")
         require(
             self.min_ratio < self.max_ratio,
@@ -424,8 +423,8 @@ class Correction:
         )
         require(
             self.min_ratio == 0 or self.kind not in (None, "none"),
-            f"correction.min_ratio needs a kind that weighs tokens, got {self.min_ratio} with kind "
-            f"{self.kind!r}; leave it out or set kind, such as to 'token_tis' or 'token_mis'",
+            f"correction.min_ratio needs a kind that weights tokens, got {self.min_ratio} with "
+            f"kind {self.kind!r}; leave it out or set kind, such as to 'token_tis' or 'token_mis'",
         )
         require(
             self.mask_min_ratio < self.mask_max_ratio,
@@ -444,7 +443,7 @@ class Correction:
         )
 
     def effective_kind(self, *, is_needed: bool) -> CorrectionName:
-        """The correction that is used."""
+        """The resolved correction."""
         if self.kind is not None:
             return self.kind
         return "token_tis" if is_needed and self.ratio == "proximal" else "none"
@@ -460,7 +459,7 @@ class Optimisation:
     """AdamW, its learning-rate schedule, and the optimiser steps of an update batch."""
 
     learning_rate: NonNegativeFloat = 1e-6
-    """The learning rate after the warm-up; 0 leaves the weights as they are."""
+    """Learning rate after the warm-up; 0 leaves the weights unchanged."""
     schedule: RateSchedule = "constant"
     """The learning rate after the warm-up.
     constant: unchanged.
@@ -468,14 +467,14 @@ class Optimisation:
     warmup_steps: NonNegativeInt = 0
     """Warm-up steps, in which the learning rate rises linearly."""
     min_lr_ratio: Fraction = 0.1
-    """Schedule cosine only: the learning rate of the last step, as a fraction of the full one."""
+    """Schedule cosine only: the final learning rate as a fraction of the full one."""
     weight_decay: NonNegativeFloat = 0.0
-    """Weight decay, on matrices only, not on biases and norms."""
+    """Weight decay, applied to matrices only, not to biases and norms."""
     beta1: Annotated[float, within(0, 1, ends="[)")] = 0.9
     """AdamW's beta1: decay of the running mean of gradients."""
     beta2: Annotated[float, within(0, 1, ends="[)")] = 0.999
-    """AdamW's beta2: decay of the running mean of squared gradients. Update batches come sorted by
-    length, so it should average over more steps than a group has updates."""
+    """AdamW's beta2: decay of the running mean of squared gradients. Update batches are sorted by
+    length, so the mean should span more steps than a group has updates."""
     epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon, added to the denominator."""
     max_grad_norm: Annotated[float, above(0, "None never clips")] | None = 1.0
@@ -490,14 +489,14 @@ class Optimisation:
     """Where AdamW keeps its moments and the fp32 master weights of 16-bit weights.
     fp32: on the device, 8 bytes per trained weight, and 4 for its master.
     8bit: the moments in 8 bits, 2 bytes per weight; results differ slightly.
-    offload: all of it in main memory, copied to the device piece by piece in each step; the same
+    offload: everything in main memory, copied to the device in pieces at each step; the same
     results as fp32."""
     gradients: GradientPrecision = "fp32"
-    """What the gradients of 16-bit weights are added up in. fp32: 4 bytes per weight. weights: the
-    precision of the weights, 2 bytes; sums over many micro-batches lose digits."""
+    """Precision in which gradients of 16-bit weights are accumulated. fp32: 4 bytes per weight.
+    weights: that of the weights, 2 bytes; sums over many micro-batches lose precision."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "optimiser.")
         require(
             self.min_lr_ratio == 0.1 or self.schedule == "cosine",
@@ -507,9 +506,9 @@ class Optimisation:
 
 
 def learning_rate_at(step: int, *, settings: Optimisation, total_steps: int | None) -> float:
-    """The learning rate of a step, counted from 0; `total_steps` are those of the whole run.
+    """The learning rate of a step, counted from 0; `total_steps` is the length of the run.
 
-    Step `warmup_steps` is the first at the full rate; the last step of a cosine has its share.
+    Step `warmup_steps` is the first at the full rate; a cosine ends at `min_lr_ratio`.
 
     >>> rises = Optimisation(learning_rate=1.0, warmup_steps=3)
     >>> [learning_rate_at(step, settings=rises, total_steps=None) for step in range(5)]
@@ -521,7 +520,7 @@ def learning_rate_at(step: int, *, settings: Optimisation, total_steps: int | No
         return settings.learning_rate
     require(
         total_steps is not None,
-        "optimiser.schedule 'cosine' needs to know the number of steps of the run, got none; "
+        "optimiser.schedule 'cosine' needs the number of steps of the run, got none; "
         "limit the run or set the schedule to 'constant'",
     )
     assert total_steps is not None

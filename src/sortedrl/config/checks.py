@@ -1,10 +1,10 @@
-"""Checks that all settings share, and bounds that a field declares in its type.
+"""Checks shared by all settings, and bounds that a field declares in its type.
 
     every: PositiveInt = 50
     top_p: Annotated[float, within(0, 1, ends="(]")] = 1.0
 
-`check_values` reads the bounds and says in one sentence what must hold and what was given. A check
-that needs several fields stands in `__post_init__` of its settings.
+`check_values` enforces the bounds; its errors say what must hold and what was given. A check over
+several fields belongs in `__post_init__` of its settings.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def require(holds: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a number must lie in."""
+    """The range of a number."""
 
     low: float
     high: float = math.inf
     has_low: bool = True
     has_high: bool = True
     advice: str = ""
-    """What to do about a number outside, where that is not plain."""
+    """What to do about a number outside, where it is not obvious."""
 
     def check(self, value: float, called: str) -> None:
         """Refuse a number outside, NaN included."""
@@ -69,7 +69,7 @@ class Bounds:
 
 
 def at_least(low: float, advice: str = "") -> Bounds:
-    """This number or more."""
+    """At least this number."""
     return Bounds(low=low, advice=advice)
 
 
@@ -79,7 +79,7 @@ def above(low: float, advice: str = "") -> Bounds:
 
 
 def within(low: float, high: float, *, ends: str = "[]", advice: str = "") -> Bounds:
-    """Between two numbers; a round bracket in `ends` leaves that one out."""
+    """Between two numbers; a round bracket in `ends` excludes that end."""
     return Bounds(
         low=low, high=high, has_low=ends[0] == "[", has_high=ends[1] == "]", advice=advice
     )
@@ -92,11 +92,11 @@ NonNegativeFloat = Annotated[float, at_least(0)]
 Fraction = Annotated[float, within(0, 1)]
 _COLDEST, _HOTTEST = 1e-4, 100.0
 Temperature = Annotated[float, within(_COLDEST, _HOTTEST)]
-"""Below, every draw would be the same; above, the model would not matter."""
+"""Below, sampling is deterministic; above, it ignores the model."""
 
 
 def require_temperature(setting: str, value: float) -> None:
-    """Refuse what is neither 0, which is greedy, nor a `Temperature`."""
+    """Refuse a value that is neither 0 (greedy) nor a `Temperature`."""
     require(
         _COLDEST <= value <= _HOTTEST or value == 0,
         f"{setting} must be 0 (greedy) or lie in {_COLDEST}..{_HOTTEST:g}, got {value}",
@@ -128,8 +128,8 @@ MOST: Mapping[str, int] = MappingProxyType(
         "learning_rate": 10**38,
     }
 )
-"""The most that a setting of this name may be, in whichever section: what lies beyond is a slip,
-and would take the machine down before it failed."""
+"""Upper limits by name of the setting, in any section: larger values are typing errors that would
+exhaust the machine before they failed."""
 _MOST_OTHER = 10**9
 _MOST_SECONDS = 1_000_000
 _MOST_SEED = 2**63 - 1
@@ -140,10 +140,10 @@ _NATIVE = ("torch", "transformers", "safetensors", "numpy")
 
 
 def check_values(settings: DataclassInstance, section: str = "") -> None:
-    """Refuse values outside of what their fields declare, in all sections, with the field's name.
+    """Refuse values that violate the types and bounds of their fields, in all sections.
 
-    A text must be one of the names that its field lists, a number within its bounds, and no
-    setting can be NaN, hold a NUL or ask for a billion slots.
+    Text must be one of the literals of its field, and a number within its bounds; no setting may
+    be NaN, contain a NUL character or exceed `MOST`.
     """
     rules = _rules(type(settings))
     for field in fields(settings):
@@ -159,7 +159,7 @@ def check_values(settings: DataclassInstance, section: str = "") -> None:
         if rule.bounds is not None and value is not None:
             rule.bounds.check(value, section + field.name)
         if is_dataclass(value) and not isinstance(value, type):
-            # A command's own settings stand at its top.
+            # A command's settings are its top level.
             inner = section if field.name == "settings" else f"{section}{field.name}."
             check_values(value, inner)
         else:
@@ -172,13 +172,13 @@ def check_values(settings: DataclassInstance, section: str = "") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What the type of a field says of its values."""
+    """What the type of a field allows."""
 
     names: tuple[str, ...] = ()
     bounds: Bounds | None = None
     is_optional: bool = False
     kinds: frozenset[type] = frozenset()
-    """The plain types that it may have; empty where it is no plain value."""
+    """The plain types it may have; empty if it is not a plain value."""
 
     @property
     def words(self) -> str:
@@ -233,12 +233,12 @@ def _check_value(value: object, called: str, *, name: str) -> None:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a file can hold the text: half a surrogate pair has no UTF-8."""
+    """Whether the text can be encoded: a lone surrogate has no UTF-8."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def check_text(text: str, called: str) -> None:
-    """Refuse text that no file and no path can hold."""
+    """Refuse text that cannot be written to a file or used in a path."""
     require("\0" not in text, f"{called} must not hold a NUL character, got {text!r}")
     require(
         is_utf8(text),
@@ -256,7 +256,7 @@ def _check_size(value: float, called: str, *, name: str) -> None:
 
 
 def check_device(device: str | None) -> None:
-    """Refuse a device that is no device to train or write on; whether it is here shows later."""
+    """Refuse a malformed device name; whether the device exists is checked later."""
     require(
         device is None or _DEVICE.fullmatch(device) is not None,
         f"device must be cpu, cuda or a GPU by its number such as cuda:1, got {device!r}; "
@@ -265,7 +265,7 @@ def check_device(device: str | None) -> None:
 
 
 def require_native(what: str) -> None:
-    """Refuse work on a model where the packages for it are not installed; nothing is loaded."""
+    """Refuse work on a model if the native packages are missing, without importing them."""
     missing = [name for name in _NATIVE if find_spec(name) is None]
     require(
         not missing,
@@ -274,6 +274,6 @@ def require_native(what: str) -> None:
 
 
 def is_installed(module: str) -> bool:
-    """Whether it can be imported; a mere folder of that name, such as W&B leaves, is not it."""
+    """Whether the module can be imported; a plain folder of that name (W&B) does not count."""
     spec = find_spec(module)
     return spec is not None and spec.origin is not None

@@ -1,7 +1,7 @@
 """The settings of a run over several processes and GPUs, which Ray places.
 
     separated   every rollout worker and every trainer rank has GPUs of its own
-    colocated   workers and ranks share GPUs, one rank on each, and take turns
+    colocated   workers and ranks share GPUs, one rank per GPU; only one of the two is awake
 
 The trainer is sharded evenly over its ranks. Every worker has a copy of the weights on its GPUs,
 and `engine.slots` are the slots of all workers together. `--dry-run` plans what `train` runs.
@@ -32,53 +32,53 @@ class Cluster:
     """Rollout workers and trainer ranks on a Ray cluster."""
 
     address: str | None = None
-    """Where Ray runs. By default one is started on this machine and ends with the run.
-    auto: the one that runs on this machine, as `ray start` began it.
-    host:port or ray://host:port: that one."""
+    """Where Ray runs. By default one is started on this machine and stopped with the run.
+    auto: the running Ray of this machine, as started by `ray start`.
+    host:port or ray://host:port: a running Ray at that address."""
     kind: Kind = "separated"
     """How rollout workers and trainer share the cluster.
-    separated: each has CPUs and GPUs of its own.
-    colocated: worker and rank share theirs, one pair in each place, and take turns."""
+    separated: each has its own CPUs and GPUs.
+    colocated: each worker shares its CPUs and GPUs with trainer ranks, one of them at a time."""
     rollout_workers: NonNegativeInt | None = None
-    """Engines, each in a process of its own with a copy of the weights; they share engine.slots.
-    By default, and with 0, there is no cluster, and everything is done in this process."""
+    """Rollout workers: processes with an engine and a copy of the weights; they share engine.slots.
+    By default, and with 0, there is no cluster, and the run is a single process."""
     max_rollout_workers: int | None = None
-    """Workers to grow to when the cluster gets room for them during the run; by default none."""
+    """Maximum number of workers if the cluster grows during the run; by default it stays fixed."""
     cpus_per_worker: NonNegativeInt = 1
     """CPUs of a rollout worker."""
     gpus_per_worker: NonNegativeInt = 0
-    """GPUs of a rollout worker; 0 writes on the CPU."""
+    """GPUs of a rollout worker; 0 generates on the CPU."""
     tensor_parallel: PositiveInt = 1
-    """GPUs over which the engine of a worker is sharded (vLLM and SGLang); with more than 1,
-    gpus_per_worker must be as many."""
+    """GPUs over which the engine of a worker is sharded (vLLM and SGLang); if above 1,
+    gpus_per_worker must be equal."""
     trainer_ranks: NonNegativeInt = 1
-    """Processes over which the trainer is spread, with a CPU and, where workers have GPUs, a GPU
-    each. 0: it stays in the process of the controller."""
+    """Trainer processes, each with a CPU and, if workers have GPUs, a GPU. 0: the trainer runs in
+    the controller's process."""
     weight_sync: WeightTransport = "broadcast"
     """How new weights reach the rollout workers; if one transport fails, the next is used.
     broadcast: over a process group (NCCL, or gloo on the CPU), a bucket at a time.
-    objects: through Ray's object store, which every machine reads once.
-    disk: a file in the folder of the run, which every machine must see."""
+    objects: through Ray's object store, which each machine reads once.
+    disk: a file in the run folder, which must be shared by all machines."""
     overlap: bool = False
-    """Let the workers write on while the trainer updates: rollout and update take turns no more,
-    and what is trained on is up to one version older. Needs mode partial and kind separated."""
+    """Let workers keep generating while the trainer updates; tokens trained on are then up to one
+    version staler. Needs mode partial and kind separated."""
     checkpoint: CheckpointKind = "full"
-    """How ranks save. full: one file, gathered by the first rank, as a run without a cluster
-    writes it. sharded: each rank writes its part, into a folder that all of them see."""
+    """How ranks save. full: one file, gathered by rank 0, in the format of a run without a cluster.
+    sharded: each rank writes its shard to a folder shared by all ranks."""
     restarts: NonNegativeInt = 3
-    """How often the run resumes by itself from its last checkpoint if a trainer rank is lost."""
+    """How often the run may restart from its last checkpoint after losing a trainer rank."""
     worker_timeout_seconds: PositiveFloat = 300.0
-    """A worker that does not answer for so long counts as lost, and others continue its answers."""
+    """A worker that does not respond for this long is lost; other workers continue its answers."""
     start_seconds: PositiveFloat = 600.0
-    """How long placing the workers may take, and how long one that starts may make no progress."""
+    """Timeout for placing the workers, and for a starting worker without progress."""
     dashboard: bool = True
-    """Whether a Ray of our own offers its dashboard, where that is installed: ray[default]."""
+    """Start Ray's dashboard with a Ray of the run's own, if installed: ray[default]."""
     object_store_gib: PositiveFloat | None = None
-    """Shared memory of a Ray of our own, through which weights travel; they must fit. By default
-    what Ray takes."""
+    """Shared memory of a Ray of the run's own, for weight sync; the weights must fit. By default
+    Ray's own default."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "cluster.")
         require(
             self.cpus_per_worker + self.gpus_per_worker > 0,
@@ -86,7 +86,7 @@ class Cluster:
         )
         require(
             self.address is None or self.object_store_gib is None,
-            f"cluster.object_store_gib is for a Ray of our own, got it with address "
+            f"cluster.object_store_gib is for a Ray that the run starts, got it with address "
             f"{self.address!r}; leave it out",
         )
         limit = self.max_rollout_workers
@@ -100,13 +100,13 @@ class Cluster:
         self._check_colocated()
         require(
             not self.overlap or self.kind == "separated",
-            "cluster.overlap needs cluster.kind separated, got colocated: what shares a GPU takes "
-            "turns on it",
+            "cluster.overlap needs cluster.kind separated, got colocated: worker and rank cannot "
+            "use a shared GPU at the same time",
         )
         require(
             not self.overlap or self.trainer_ranks > 0,
-            "cluster.overlap needs cluster.trainer_ranks of at least 1, got 0: a trainer in the "
-            "process of the controller keeps it from the workers",
+            "cluster.overlap needs cluster.trainer_ranks of at least 1, got 0: an update in the "
+            "controller's process would block the workers",
         )
 
     def _check_used(self) -> None:
@@ -146,12 +146,12 @@ class Cluster:
 
     @property
     def max_workers(self) -> int:
-        """Rollout workers that there may be at the same time."""
+        """Upper limit of rollout workers."""
         return max(self.num_workers, self.max_rollout_workers or 0)
 
     @property
     def num_workers(self) -> int:
-        """Rollout workers that the run begins with."""
+        """Rollout workers at the start of the run."""
         return self.rollout_workers or 0
 
     @property
@@ -161,12 +161,12 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that hold a share of the trainer; at least the controller's."""
+        """Trainer processes; at least the controller's own."""
         return max(1, self.trainer_ranks) if self.is_used else 1
 
     @property
     def engine_devices(self) -> int:
-        """GPUs that decode; 1 for a single process, and for all CPUs of a machine."""
+        """GPUs that generate; 1 for a single process, and for all CPUs of a machine."""
         return self.num_workers * self.tensor_parallel if self.gpus_per_worker else 1
 
     @property
@@ -185,7 +185,7 @@ class Cluster:
 
     @property
     def is_used(self) -> bool:
-        """Whether there is a cluster at all."""
+        """Whether the run uses a cluster."""
         return self.num_workers > 0
 
     @property
@@ -197,6 +197,6 @@ class Cluster:
     def poll_seconds(self) -> float:
         """How long a worker decodes before it reports, if no answer is complete before.
 
-        All workers together call the controller a thousand times a second at most.
+        All workers together call the controller at most a thousand times a second.
         """
         return max(_SHORTEST_POLL_SECONDS, self.num_workers / _CALLS_PER_SECOND)

@@ -1,6 +1,6 @@
 """The sections `[data]`, `[rewards]`, `[environment]` and `[evaluation]`.
 
-They say what is asked, how answers are scored, and what is measured on held-out prompts.
+They set the prompts, how answers are scored, and the evaluation on held-out prompts.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class DataSettings:
     prompt_field: str = "prompt"
     """The column with the question: text, or a list of chat messages."""
     answer_field: str | None = None
-    """The column with the gold answer, which the reward gets as `answer`. By default the column
+    """The column with the gold answer, passed to the reward as `answer`. By default the column
     `answer`, if there is one. Every other column is passed to the reward under its own name."""
     system: str | None = None
-    """A system message before every prompt."""
+    """System message of every prompt."""
     chat: ChatUse = "auto"
-    """auto: the tokenizer's chat template, if it has one, once; text becomes a user message.
+    """auto: apply the tokenizer's chat template, if it has one; text becomes a user message.
     on: the same, but a tokenizer without a template is an error. off: the plain text."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         require(
             self.system is None or is_utf8(self.system),
             f"system must be UTF-8 text, got {self.system!a:.80}",
@@ -62,20 +62,20 @@ class RewardSettings:
     """Memory limit of a worker and its child processes, shared memory included, beyond what
     loading the function took (on Linux)."""
     on_failure: OnFailure = "score"
-    """How an answer is handled whose call hit a limit, or killed its worker twice.
+    """What happens to an answer whose call hit a limit, or killed its worker twice.
     score: it gets failure_reward. skip: it gets no reward and is not trained on.
-    stop: the run stops. Failures are always counted, logged and warned about."""
+    stop: the run stops. Failures are always counted, logged and reported."""
     failure_reward: Annotated[float, within(-LARGEST_REWARD, LARGEST_REWARD)] | None = None
-    """The reward of such an answer; by default the lowest one that the function declares (as
-    those of the built-in tasks do), and never more than 0."""
+    """The reward of such an answer; by default the lowest reward that the function declares (as
+    built-in tasks do), but at most 0."""
     batch: PositiveInt = 32
-    """Largest batch of a batched function; its answers share one timeout, and if they fail
-    together, each is retried alone."""
+    """Batched functions: largest batch. A batch shares one timeout; if it fails, its answers are
+    retried one by one."""
     concurrency: PositiveInt = 16
-    """Concurrent calls of an async function in one worker, at most."""
+    """Async functions: maximum concurrent calls in one worker."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "rewards.")
 
     @property
@@ -102,7 +102,7 @@ class EnvironmentSettings:
     max_turns: PositiveInt = 16
     """Turns of the policy after which a conversation is cut off."""
     max_open: PositiveInt | None = None
-    """Conversations begun at a time, at most; by default any number."""
+    """Maximum number of concurrent conversations; by default unlimited."""
     processes: PositiveInt | None = None
     """Worker processes that run environments; by default half of the cores, at least 2 and at most
     8."""
@@ -111,12 +111,12 @@ class EnvironmentSettings:
     process_gib: Annotated[float, above(0, "None sets no limit")] | None = 4.0
     """Memory limit of a worker and its child processes, beyond what loading took (on Linux)."""
     on_timeout: OnTimeout = "tell"
-    """How a conversation is handled whose environment hit a limit or killed its worker twice.
-    tell: the policy gets a message that says so, and continues.
+    """What happens to a conversation whose environment hit a limit or killed its worker twice.
+    tell: the policy gets an error message and continues.
     end: the conversation ends, with the reward so far. skip: it is not trained on."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "environment.")
         require(
             self.name is not None or not self.arguments,
@@ -126,17 +126,17 @@ class EnvironmentSettings:
 
     @property
     def is_used(self) -> bool:
-        """Whether there is an environment at all."""
+        """Whether an environment is set."""
         return self.name is not None
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether there is an environment that scores its conversations."""
+        """Whether an environment is set and its reward is used."""
         return self.is_used and self.reward == "environment"
 
     @property
     def described(self) -> dict[str, object]:
-        """What a conversation depends on, for the record of an evaluation; empty without any."""
+        """The settings that a conversation depends on; empty without an environment."""
         if not self.is_used:
             return {}
         return {
@@ -159,7 +159,7 @@ class EvaluationSettings:
     """How answers are generated for an evaluation."""
 
     samples: PositiveInt = 1
-    """Answers per prompt: k of mean@k, and the most of pass@k."""
+    """Answers per prompt: k of mean@k, and the largest k of pass@k."""
     temperature: float | None = None
     """By default 0 (greedy) for one answer per prompt, and 0.6 for several."""
     top_p: Annotated[float, within(0, 1, ends="(]")] = 1.0
@@ -174,18 +174,18 @@ class EvaluationSettings:
     """Only the first rows of every task."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self)
         require(
             self.samples == 1 or self.temperature != 0,
-            f"{self.samples} answers per prompt at temperature 0 would all be the same; "
+            f"{self.samples} answers per prompt at temperature 0 would be identical; "
             "leave the temperature out, or ask for one answer",
         )
         require_temperature("temperature", self.sampling_temperature)
 
     @property
     def sampling_temperature(self) -> float:
-        """The temperature that is used."""
+        """The resolved temperature."""
         if self.temperature is not None:
             return self.temperature
         return 0.0 if self.samples == 1 else 0.6
@@ -198,10 +198,10 @@ class PeriodicEvaluation:
     tasks: tuple[str, ...] = ()
     """Held-out tasks, such as knights_knaves:people=3-7,count=200; by default their split test."""
     shared_rows: Literal["refuse", "leave_out", "allow"] = "refuse"
-    """How held-out rows that are also in the training data are handled: refuse the run, leave
-    them out of the training, or allow them."""
+    """What to do if held-out rows are also in the training data: refuse the run, remove them from
+    the training data, or allow them."""
     every: PositiveInt = 50
-    """Updates between two evaluations; there is one before the first update and one at the end."""
+    """Updates between evaluations; there is also one before the first update and one at the end."""
     samples: PositiveInt = 1
     """Answers per prompt."""
     temperature: float | None = None
@@ -212,18 +212,18 @@ class PeriodicEvaluation:
     """Stop as soon as the mean score over the tasks reaches this."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "evaluation.")
         require(
             self.samples == 1 or self.temperature != 0,
-            f"evaluation.samples {self.samples} at temperature 0 would all be the same; leave the "
+            f"evaluation.samples {self.samples} at temperature 0 would be identical; leave the "
             "temperature out, or ask for one answer",
         )
         if self.temperature is not None:
             require_temperature("evaluation.temperature", self.temperature)
         require(
             self.target is None or bool(self.tasks),
-            f"evaluation.target {self.target} needs evaluation.tasks to be measured on",
+            f"evaluation.target {self.target} needs evaluation.tasks",
         )
 
 

@@ -1,16 +1,16 @@
-"""Text as settings: TOML files, and specs of tasks and models.
+"""Parses text into settings: TOML files, and specs of tasks and models.
 
-A file has the keys of the settings, by section. An error in it is reported in one sentence; what
-`settings_to_toml` writes, `settings_over` reads back as the same settings.
+A file has the keys of the settings, by section. An error is reported in one sentence. Settings
+written by `settings_to_toml` and read by `settings_over` are equal.
 
-A spec is `name`, or `name:option=value,option=value`, on a command line as in a TOML file:
+A spec is `name`, or `name:option=value,option=value`, on the command line or in a TOML file:
 
     gsm8k
     knights_knaves:people=3-7,count=5000,split=train
     reasoning_gym:name=countdown,count=200
     tiny:hidden=128,layers=3
 
-A pair of numbers is written with a dash, a list of words with plus signs.
+A range of numbers is written with a dash, a list of words with plus signs.
 """
 
 from __future__ import annotations
@@ -60,16 +60,15 @@ RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
         "passes.tokens": "passes.micro_batch_tokens",
     }
 )
-"""Keys and sections of older versions, and what they are called now.
+"""Keys and sections of older versions, and their present names.
 
-A file or a flag with an old name is refused, and the error says the new one. Where there is no
-single new key, the text says what to set instead. The settings of a run that was saved under old
-names are read.
+A file or a flag with an old name is refused with an error that names the new one. Without a single
+new key, the text says what to set instead. Saved settings of older runs are still read.
 """
 RENAMED_VALUES: Mapping[str, Mapping[object, object]] = MappingProxyType(
     {"cluster.weight_sync": {"group": "broadcast"}}
 )
-"""Values of older versions by their new keys, as saved runs may have them."""
+"""Values of older versions in saved runs, by their new keys."""
 TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
@@ -86,13 +85,13 @@ def read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise DataError(path, f"cannot be read ({error.strerror}); check the path") from error
-    # A number of thousands of digits is a plain ValueError, and so is a NUL in the path.
+    # A number of thousands of digits raises a plain ValueError, and so does a NUL in the path.
     except (ValueError, RecursionError) as error:
         raise DataError(path, f"not TOML: {error}") from error
 
 
 def toml_text(tables: Mapping[str, Any]) -> str:
-    """Tables as the text of a TOML file; a path is its text, and `None` is left out.
+    """Format tables as TOML; a path becomes text, and `None` is left out.
 
     >>> print(toml_text({"out": Path("runs/a"), "limit": None, "a b": {"c.d": 1e-8}}), end="")
     out = "runs/a"
@@ -104,7 +103,7 @@ def toml_text(tables: Mapping[str, Any]) -> str:
 
 
 def toml_value(value: object) -> str:
-    """A value on one line, as TOML shows it.
+    """Format a value on one line of TOML.
 
     >>> toml_value(True), toml_value("a"), toml_value([1, 2.5]), toml_value({"a b": 1e-8})
     ('true', '"a"', '[1, 2.5]', '{"a b" = 1e-08}')
@@ -134,10 +133,10 @@ def settings_over(
     section: str = "",
     takes_old_keys: bool = False,
 ) -> _Settings:
-    """The settings that the tables of a file make of others; `path` is what errors name.
+    """Apply the tables of a file to default settings; `path` is used in errors.
 
-    `section` is where the table stands in the file, such as `cluster.`. Renamed keys are refused,
-    unless `takes_old_keys`.
+    `section` is the location of the table in the file, such as `cluster.`. Renamed keys are
+    refused, unless `takes_old_keys`.
     """
     try:
         table = under_new_keys(table) if takes_old_keys else table
@@ -147,19 +146,19 @@ def settings_over(
 
 
 def settings_with(default: _Settings, table: Mapping[str, Any], *, section: str = "") -> _Settings:
-    """The settings with the values of these tables, which are checked like those of a file."""
+    """Apply tables to default settings, checked like a file."""
     settings = replaced(default, _values(type(default), table, section=section))
     check_values(settings)
     return settings
 
 
 def settings_to_toml(settings: DataclassInstance, default: DataclassInstance) -> str:
-    """Every setting as a TOML file, also those that are as by default."""
+    """All settings as TOML, defaults included."""
     return toml_text(changed_values(asdict(settings), asdict(default), everything=True))
 
 
 def replaced(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
-    """Settings with these values in place of their own."""
+    """Replace values, nested by section."""
     changes = {
         name: replaced(getattr(settings, name), value) if isinstance(value, dict) else value
         for name, value in values.items()
@@ -168,7 +167,7 @@ def replaced(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
 
 
 def under_new_keys(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved settings with renamed keys under their new names."""
+    """Saved settings with renamed keys replaced by their present names."""
     tables = {
         name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()
     }
@@ -176,7 +175,7 @@ def under_new_keys(table: Mapping[str, Any]) -> dict[str, Any]:
         section, _, key = old.partition(".")
         place = tables.get(section)
         if not key:
-            # A section without a successor: no run was ever trained with other than its defaults.
+            # A section without a successor was never used with other than its defaults.
             tables.pop(section, None)
             continue
         if not isinstance(place, dict) or key not in place:
@@ -191,7 +190,7 @@ def under_new_keys(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_renamed(key: str) -> None:
-    """Refuse a key of an older version, or one in a section of it, and name the new one."""
+    """Refuse a key of an older version, or one in an old section, and name the new one."""
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
         old = ".".join(parts[:count])
@@ -205,7 +204,7 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 def _values(kind: type, table: Mapping[str, Any], *, section: str) -> dict[str, Any]:
-    """The values of a file's tables, by field."""
+    """The values of a file's tables, checked, by field."""
     hints = _hints(kind)
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -222,7 +221,7 @@ def _values(kind: type, table: Mapping[str, Any], *, section: str) -> dict[str, 
 
 
 def _typed(value: Any, hint: Any, called: str) -> object:  # noqa: ANN401  as TOML and typing give them
-    """A value of a TOML file as the field wants it."""
+    """Convert a TOML value to the type of its field."""
     kind, is_optional = field_type(hint)
     if is_optional and value == NO_VALUE:
         return None
@@ -250,7 +249,7 @@ def _typed(value: Any, hint: Any, called: str) -> object:  # noqa: ANN401  as TO
 
 
 def field_type(hint: Any) -> tuple[Any, bool]:  # noqa: ANN401
-    """What a field holds, and whether it may hold nothing."""
+    """The type of a field without `None`, and whether `None` is allowed."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint, False
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
@@ -261,7 +260,7 @@ def field_type(hint: Any) -> tuple[Any, bool]:  # noqa: ANN401
 def changed_values(
     settings: Mapping[str, Any], default: Mapping[str, Any], *, everything: bool = False
 ) -> dict[str, Any]:
-    """What differs from the default, or everything that has a value or differs."""
+    """The values that differ from the default; with `everything`, all that are not `None` too."""
     changed: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -274,13 +273,13 @@ def changed_values(
 
 
 def refuse_empty_path(text: str, called: str) -> None:
-    """Refuse an empty path, which would silently be the present folder."""
+    """Refuse an empty path, which would mean the current folder."""
     if not text.strip():
-        raise ConfigError(f"{called} must be a path, got {text!r}; . is the present folder")
+        raise ConfigError(f"{called} must be a path, got {text!r}; . is the current folder")
 
 
 def parsed(spec: str, *, what: Literal["task", "model"] = "task") -> tuple[str, Mapping[str, str]]:
-    """The name and the options of a spec; `what` is what errors call it."""
+    """Split a spec into name and options; `what` is used in errors."""
     name, colon, rest = spec.partition(":")
     options: dict[str, str] = {}
     for part in rest.split(",") if colon else ():
@@ -295,7 +294,7 @@ def parsed(spec: str, *, what: Literal["task", "model"] = "task") -> tuple[str, 
 
 
 def options_from(words: Sequence[str]) -> dict[str, object]:
-    """Options written name=value; values are JSON, and what is no JSON is text."""
+    """Parse options written name=value; values are JSON, or else text."""
     options: dict[str, object] = {}
     for word in words:
         name, equals, text = (side.strip() for side in word.partition("="))
@@ -317,7 +316,7 @@ def _option_value(name: str, text: str) -> object:
 
 
 def _is_finite(value: object) -> bool:
-    """Whether a value of JSON, or text that says one, holds neither NaN nor infinity."""
+    """Whether a JSON value, or a text that spells a number, contains no NaN or infinity."""
     if isinstance(value, list):
         return all(map(_is_finite, value))
     if isinstance(value, dict):
@@ -338,7 +337,7 @@ def _refuse_second(name: str, given: Mapping[str, object], called: str) -> None:
 def settings_from(
     kind: type[_Settings], options: Mapping[str, str], *, spec: str, **fixed: object
 ) -> _Settings:
-    """Settings of a task with these options; one that does not exist or cannot be is refused."""
+    """Build the settings of a task from options; unknown or invalid ones are refused."""
     return settings_of(kind, options, called=f"task {spec!r}", fixed=fixed)
 
 
@@ -349,7 +348,7 @@ def settings_of(
     called: str,
     fixed: Mapping[str, object] = MappingProxyType({}),
 ) -> _Settings:
-    """Settings with these options; `called` is what errors name, such as `model 'tiny'`."""
+    """Build settings from options; `called` is used in errors, such as `model 'tiny'`."""
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind) if field.name not in fixed]
     given: dict[str, object] = {}
@@ -369,7 +368,7 @@ def settings_of(
 
 
 def _value(text: str, hint: Any) -> object:  # noqa: ANN401
-    """The text as a value of the type; a `ValueError` says what it must be."""
+    """Convert the text to the type; a `ValueError` says what it must be."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (types.UnionType, Union):
         return _value(text, next(kind for kind in inner if kind is not type(None)))
@@ -398,5 +397,5 @@ def _several(text: str, inner: tuple[Any, ...]) -> tuple[object, ...]:
     if len(parts) == 1:
         parts *= len(inner)
     if len(parts) != len(inner):
-        raise ValueError(f"{len(inner)} values with dashes between, got {text!r}")
+        raise ValueError(f"{len(inner)} values separated by dashes, got {text!r}")
     return tuple(_value(part, kind) for part, kind in zip(parts, inner, strict=True))

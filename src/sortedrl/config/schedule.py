@@ -1,7 +1,7 @@
-"""Every setting of the scheduler and the engine, checked before anything heavy is loaded.
+"""Settings of the scheduler and the engine, validated before anything heavy is loaded.
 
-The string under a field is its only documentation, and the text of `--help`.
-Values that follow from others are read-only properties.
+The string under a field is its only documentation and the text of `--help`.
+Derived values are read-only properties.
 """
 
 from __future__ import annotations
@@ -29,58 +29,60 @@ HarvestUnit = Literal["trajectory", "prompt"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Which work runs when, and how interrupted generations are handled."""
+    """When each rollout and update runs, and how interrupted generations are handled."""
 
     strategy: StrategyName = "sorted"
     """The scheduler's rules.
-    sync: one update batch at a time, wait for its longest answer.
-    minibatch: a whole group at a time, then one update per random mini-batch of it, as PPO is
+    sync: roll out one update batch, wait for its longest answer, update.
+    minibatch: roll out a whole group, then one update per random mini-batch of it, as PPO is
     usually run (the paper's maths baseline).
-    posthoc: the same with the mini-batches sorted by length (the paper's ablation).
-    sorted: keep the slots full, train as soon as an update batch is complete (the paper).
+    posthoc: as minibatch, with mini-batches sorted by length (the paper's ablation).
+    sorted: keep the slots full, update as soon as a batch is complete (the paper).
     ungrouped: sorted without groups; new prompts always go first (the paper's ablation).
-    tail_batching: launch too many, train on the first, collect the rest for long rounds.
-    april: launch too many, train on the first, resume the rest first in the next round."""
+    tail_batching: launch extra answers, train on the first to finish, batch the rest in long
+    rounds.
+    april: launch extra answers, train on the first to finish, resume the rest in the next round."""
     mode: ModeName = "partial"
     """How interrupted generations are handled.
-    on_policy: thrown away and drawn again from fresh randomness (the paper). Answers are
-    interrupted because they are long, so this trades long answers for short ones.
-    redraw: thrown away and drawn again from the same seed: on-policy, and of the same length as
-    far as the old and the new weights agree. The engine must draw from a seed per answer.
-    partial: kept with its old log-probabilities and continued under the new weights.
-    coupled: kept as far as the new weights write the same tokens from the same noise."""
+    on_policy: discarded and resampled with new randomness (the paper). Answers are interrupted
+    because they are long, so this trades long answers for short ones.
+    redraw: discarded and resampled from the same seed: on-policy, and of the same length as far as
+    old and new weights agree. The engine must support a seed per answer.
+    partial: kept with their old log-probabilities and continued under the new weights.
+    coupled: kept up to the first token that the new weights would not sample from the same
+    noise."""
     tolerance: NonNegativeFloat | None = None
-    """Coupled mode only: nats by which a cached token may fall short of the best one and still
-    be kept. 0 (the default there) is exactly on-policy, inf is partial mode."""
+    """Coupled mode only: how far, in nats, a cached token may fall short of the best one and still
+    be kept. 0 (the default) is exactly on-policy, inf is partial mode."""
     group_prompts: PositiveInt = 512
     """Prompts loaded together; the next group waits until all of them are trained."""
     samples_per_prompt: PositiveInt = 1
-    """Answers drawn for each prompt."""
+    """Answers sampled for each prompt."""
     update_batch: int = 128
-    """Trajectories per update: harvest as soon as that many are ready."""
+    """Trajectories per update: the harvest begins as soon as this many are ready."""
     exact: bool = False
-    """Train on exactly update_batch trajectories per update, as trainers that plan their steps
-    need it. What is ready beyond that waits for the next update: kept in partial mode, verified
-    again in coupled mode, drawn again otherwise. Only the last update of the data may be smaller.
-    By default an update takes everything that is ready."""
+    """Train on exactly update_batch trajectories per update, as trainers with planned steps need.
+    Other ready trajectories wait for the next update: kept in partial mode, verified again in
+    coupled mode, resampled otherwise. Only the last update may be smaller. By default an update
+    takes everything that is ready."""
     lookahead: NonNegativeInt = 0
-    """Strategy sorted only: groups that may be opened ahead of the oldest unfinished one, to
-    fill the slots its last long answers leave free."""
+    """Strategy sorted only: how many groups may be open ahead of the oldest unfinished one, to fill
+    the slots that its last long answers leave idle."""
     harvest_unit: HarvestUnit = "trajectory"
     """When an answer may be trained on: as soon as it is complete (trajectory: PPO,
     REINFORCE++), or when all answers to its prompt are (prompt: GRPO, RLOO, DAPO)."""
     max_restarts: (
         Annotated[int, at_least(1, "strategies sync, minibatch and posthoc never interrupt")] | None
     ) = None
-    """A trajectory interrupted that often is not interrupted again: the harvest waits for it."""
+    """A trajectory interrupted this often is not interrupted again: the harvest waits for it."""
     max_staleness: NonNegativeInt | None = None
-    """Partial mode only: cached tokens more versions old than this are dropped at resume, and
-    the answer is written anew."""
+    """Partial mode only: cached tokens staler than this many versions are dropped at resume, and
+    the answer is regenerated."""
     over_launch: Annotated[float, at_least(1)] = 1.25
-    """Strategies tail_batching and april: launch this many times the update batch."""
+    """Strategies tail_batching and april: answers launched, as a multiple of the update batch."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "schedule.")
         require(
             self.group_trajectories <= MOST["group_prompts"],
@@ -145,7 +147,7 @@ class Schedule:
 
     @property
     def updates_per_group(self) -> int:
-        """Update batches that a group is large enough for; at least one."""
+        """Update batches in a group; at least one."""
         return max(1, self.group_trajectories // self.update_batch)
 
     @property
@@ -155,29 +157,29 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        """Strategy, mode and lookahead in a few letters."""
+        """Strategy, mode and lookahead, such as `sorted/partial +1`."""
         if self.never_interrupts:
             return self.strategy
         return f"{self.strategy}/{self.mode}" + (f" +{self.lookahead}" if self.lookahead else "")
 
     @property
     def never_interrupts(self) -> bool:
-        """Whether every answer runs to its end, so that the mode does not matter."""
+        """Whether every answer runs to completion, so that the mode has no effect."""
         return self.strategy == "sync" or self.splits_rollouts
 
     @property
     def splits_rollouts(self) -> bool:
-        """Whether a complete rollout is split into several updates, the later ones off-policy."""
+        """Whether a rollout is split into several updates, the later ones off-policy."""
         return self.strategy in ("minibatch", "posthoc")
 
     @property
     def keeps_stale_tokens(self) -> bool:
-        """Whether tokens of older weights are trained on: an infinite tolerance is partial mode."""
+        """Whether stale tokens are trained on; an infinite tolerance is partial mode."""
         return self.mode == "partial" or self.tolerance == math.inf
 
     @property
     def rounds_bound(self) -> int | None:
-        """Rounds within which every prompt of a group is trained; `None` where no bound holds.
+        """Rounds within which every prompt of a group is trained; `None` if unbounded.
 
         Proved in docs/explanation/bounds.md.
         """
@@ -189,7 +191,7 @@ class Schedule:
 
     @property
     def staleness_bound(self) -> int | None:
-        """The most versions a token can be old when trained on; `None` where no bound holds.
+        """Maximum staleness of a token when it is trained on; `None` if unbounded.
 
         Proved in docs/explanation/bounds.md.
         """
@@ -213,5 +215,5 @@ class EngineSettings:
     """Tokens after which an answer is cut off."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "engine.")

@@ -1,14 +1,14 @@
-"""What follows from other settings where it is not chosen: siblings, sizes, threads.
+"""Settings derived from others when they are not chosen: siblings, sizes, threads.
 
-A name such as `schedule.slots` is chosen where a file, a flag or an argument gives it. What is
-chosen is never changed; what is left open follows
+A setting such as `engine.slots` is chosen if a file, a flag or an argument sets it. Chosen settings
+are never changed; the others follow
 
-    the algorithm   one that compares the answers to a prompt draws 8 of them and harvests prompts
+    the algorithm   if it compares the answers to a prompt: 8 answers, harvested by prompt
     the data        an update takes an eighth of the prompts (a power of two), at most 128 answers,
-                    at least 8 answers, or all of them where there are fewer
-                    a group has four updates, so tokens are at most three versions old
-                    the slots are as many as an update has answers
-    the machine     one thread per core that no reward worker needs
+                    at least 8 answers, or all of them if there are fewer
+                    a group has four updates, so tokens are at most three versions stale
+                    there are as many slots as an update has answers
+    the machine     one thread per core that reward workers do not need
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 SIBLINGS = 8
-"""Answers to a prompt, where the algorithm compares them and their number is left open."""
+"""Answers per prompt of algorithms that compare them, unless chosen."""
 _UPDATES_PER_EPOCH = 8
 _UPDATES_PER_GROUP = 4
 _LEAST_ANSWERS = 8
 _GROUP, _BATCH, _SLOTS = "schedule.group_prompts", "schedule.update_batch", "engine.slots"
 SIZES = (_GROUP, _BATCH, _SLOTS)
-"""What follows from the number of rows."""
+"""Settings that follow from the number of rows."""
 
 Chosen = frozenset[str]
-"""Names of the settings that somebody chose, such as `schedule.mode`."""
+"""Names of settings that were set explicitly, such as `schedule.mode`."""
 
 
 def names_in(tables: Mapping[str, Any], section: str = "") -> Iterator[str]:
@@ -54,7 +54,7 @@ def names_in(tables: Mapping[str, Any], section: str = "") -> Iterator[str]:
 
 
 def changed_names(settings: DataclassInstance) -> Chosen:
-    """The settings that are not as by default: what counts as chosen in settings made in Python."""
+    """The settings that differ from their defaults: the chosen ones of settings made in Python."""
     default = asdict(type(settings)())
     return frozenset(_different(asdict(settings), default))
 
@@ -70,21 +70,21 @@ def _different(
 
 
 def settings_of_file(path: Path) -> tuple[TrainSettings, Chosen]:
-    """The settings of a TOML file, and which of them it names."""
+    """The settings of a TOML file, and the names of those that it sets."""
     table = read_toml(path)
     settings = settings_over(TrainSettings(), with_siblings(table), path=path)
     return settings, frozenset(names_in(table))
 
 
 def with_siblings(tables: Mapping[str, Any], *, chosen: Chosen = frozenset()) -> dict[str, Any]:
-    """The tables with what an algorithm that compares siblings needs and nobody chose.
+    """Add the defaults of algorithms that compare siblings, unless chosen.
 
     >>> with_siblings({"algorithm": {"name": "grpo"}})["schedule"]
     {'samples_per_prompt': 8, 'harvest_unit': 'prompt'}
     """
     algorithm: Any = tables.get("algorithm", {})
     schedule: Any = tables.get("schedule", {})
-    # What is no section or no name is refused where the tables become settings.
+    # Invalid sections and names are refused when the tables become settings.
     name: Any = algorithm.get("name") if isinstance(algorithm, Mapping) else None
     is_known = isinstance(schedule, Mapping) and name in get_args(AlgorithmName)
     if not is_known or not Algorithm(name=name).needs_siblings:
@@ -95,7 +95,7 @@ def with_siblings(tables: Mapping[str, Any], *, chosen: Chosen = frozenset()) ->
 
 
 def sized(settings: TrainSettings, *, num_rows: int, chosen: Chosen) -> TrainSettings:
-    """The settings with sizes that suit the number of rows, where they are left open.
+    """Replace sizes that were not chosen by ones that suit the number of rows.
 
     >>> settings = sized(TrainSettings(), num_rows=64, chosen=frozenset())
     >>> settings.schedule.group_prompts, settings.schedule.update_batch, settings.engine.slots
@@ -112,7 +112,7 @@ def sized(settings: TrainSettings, *, num_rows: int, chosen: Chosen) -> TrainSet
     if _GROUP not in chosen:
         group = max(-(-batch // samples), min(num_rows, _UPDATES_PER_GROUP * batch // samples))
     slots = settings.engine.slots
-    # The engines of a cluster share the slots evenly, so it names them itself.
+    # The engines of a cluster share the slots evenly, so a cluster sets its own number.
     if _SLOTS not in chosen and not settings.cluster.is_used:
         most = EngineSettings().slots
         slots = min(most, max(batch, group * samples // _UPDATES_PER_GROUP))
@@ -124,7 +124,7 @@ def sized(settings: TrainSettings, *, num_rows: int, chosen: Chosen) -> TrainSet
 
 
 def _update_prompts(num_rows: int, *, samples: int) -> int:
-    """Prompts of an update: a power of two, unless all rows are too few for the least update."""
+    """Prompts of an update: a power of two, or all rows if they are too few."""
     most = max(1, Schedule().update_batch // samples)
     least = min(num_rows, -(-_LEAST_ANSWERS // samples))
     eighth = max(1, num_rows // _UPDATES_PER_EPOCH)
@@ -132,7 +132,7 @@ def _update_prompts(num_rows: int, *, samples: int) -> int:
 
 
 def size_line(settings: TrainSettings, *, num_rows: int, chosen: Chosen) -> str | None:
-    """What was derived from the data, in one line; `None` where everything was chosen."""
+    """The derived sizes in one line; `None` if all were chosen."""
     values = {
         _GROUP: settings.schedule.group_prompts,
         _BATCH: settings.schedule.update_batch,
@@ -147,10 +147,10 @@ def size_line(settings: TrainSettings, *, num_rows: int, chosen: Chosen) -> str 
 
 
 def threads_for(*, cores: int, workers: int) -> int:
-    """CPU threads of a run: a core for each, and none that a reward worker needs.
+    """CPU threads of a run: the cores that reward workers do not need, at least one.
 
     Threads that share a core wait for each other at the end of every operation, which costs far
-    more than a second thread brings.
+    more than an extra thread gains.
 
     >>> [threads_for(cores=cores, workers=workers) for cores, workers in ((2, 2), (8, 4), (64, 8))]
     [1, 4, 56]
@@ -159,7 +159,7 @@ def threads_for(*, cores: int, workers: int) -> int:
 
 
 def cpu_limit() -> int:
-    """Cores that this process may use: those of its affinity, at most what its container has."""
+    """Cores available to this process: its CPU affinity, capped by the container's quota."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system

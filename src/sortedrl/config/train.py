@@ -1,8 +1,8 @@
-"""Every setting of a training run, and of the supervised fine-tuning before it.
+"""Settings of a training run, and of supervised fine-tuning.
 
 The keys of `config.toml` are the fields of `TrainSettings` and of its sections: rollout, passes,
-adapters, saving and tracking stand here; schedule, algorithm, cluster, and `data` with rewards,
-environment and evaluation have modules of their own.
+adapters, saving and tracking are defined here; schedule, algorithm, cluster and data (with rewards,
+environment and evaluation) in their own modules.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from sortedrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """When checkpoints are saved, which are kept, and how many answers are logged as text."""
+    """When checkpoints are saved, which are kept, and how many answers are logged."""
 
     every: PositiveInt = 50
     """Updates between two checkpoints."""
     keep_last: Annotated[int, at_least(1, "a resumed run needs a checkpoint")] = 2
-    """How many of the newest checkpoints are kept; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_best: bool = True
-    """Keep the checkpoint with the best evaluation score too, however old it is."""
+    """Also keep the checkpoint with the best evaluation score, however old."""
     answers: NonNegativeInt = 8
-    """Answers of each update that are logged as text, from the shortest to the longest, for the
-    report; 0 for none."""
+    """Answers of each update logged as text for the report, spread from the shortest to the
+    longest; 0 for none."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "saving.")
 
 
@@ -62,27 +62,27 @@ class Rollout:
 
     engine: EngineName = "native"
     """The engine that generates answers.
-    native: our own engine, which shares the weights that are trained.
-    vllm, sglang: that engine, in its own process beside the trainer.
+    native: the built-in engine, which shares the weights with the trainer.
+    vllm, sglang: that engine, in its own process on this machine.
     servers: running vLLM or SGLang servers, used as one engine; see urls."""
     urls: tuple[str, ...] = ()
     """Engine servers only: their addresses, such as http://localhost:8000."""
     options: tuple[str, ...] = ()
-    """Engines vllm and sglang: further arguments of theirs, written name=value."""
+    """Engines vllm and sglang: additional engine arguments, written name=value."""
     queue: NonNegativeInt = 0
-    """Requests beyond the slots that may wait inside the engine, so that it fills a free slot
-    at once; they are submitted earlier than they would be."""
+    """Requests beyond the slots that may queue inside the engine, so that it refills a free slot
+    without delay; they are submitted earlier than necessary."""
     weight_sync_folder: Path | None = None
-    """Engine servers only: the folder through which they get new weights, which they must be able
-    to read; by default weight_sync in the folder of the run."""
+    """Engine servers only: the folder for weight sync, which the servers must be able to read; by
+    default weight_sync in the run folder."""
     temperature: Temperature = 1.0
-    """Sampling temperature; the update computes log-probabilities at the same one."""
+    """Sampling temperature; updates compute log-probabilities at the same one."""
     cache_gib: PositiveFloat | None = None
     """Memory of the engine's KV cache; by default most of the GPU memory that the update leaves
     free, or a quarter of the RAM."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "rollout.")
         self._check_servers()
 
@@ -90,12 +90,12 @@ class Rollout:
         has_servers = self.engine == "servers"
         require(
             bool(self.urls) == has_servers,
-            f"rollout.urls are the addresses of engine 'servers', got engine {self.engine!r} with "
+            f"rollout.urls is for engine 'servers', got engine {self.engine!r} with "
             f"{list(self.urls)}; set engine to 'servers' and give at least one address",
         )
         require(
             len(set(self.urls)) == len(self.urls),
-            f"rollout.urls must name each server once, got {list(self.urls)}",
+            f"rollout.urls must list each server once, got {list(self.urls)}",
         )
         for url in self.urls:
             require(
@@ -115,7 +115,7 @@ class Rollout:
 
     @property
     def is_outside(self) -> bool:
-        """Whether the engine has its own copy of the weights, and kernels of its own."""
+        """Whether the engine has its own copy of the weights and its own kernels."""
         return self.engine != "native"
 
 
@@ -126,18 +126,19 @@ _ALL_LINEAR = ("all-linear",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSettings:
-    """The forward and backward passes of an update: packed, without padding."""
+    """Forward and backward passes of an update: packed, without padding."""
 
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens of a micro-batch, prompts included; fewer need less memory."""
+    """Tokens of a micro-batch, prompts included; smaller ones need less memory."""
     gradient_checkpointing: bool = False
-    """Recompute layers in the backward pass: much less memory for a third more time."""
+    """Gradient checkpointing: recompute layers in the backward pass; much less memory for about a
+    third more time."""
     compiled: bool | None = None
-    """Compile the layers with torch.compile: less time and memory, for half a minute at the
-    start; by default on a GPU."""
+    """Compile the layers with torch.compile: less time and memory, for half a minute at startup; by
+    default on a GPU."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "passes.")
 
     def compiles_on(self, device: str) -> bool:
@@ -150,14 +151,14 @@ class Lora:
     """Low-rank adapters instead of full fine-tuning (peft)."""
 
     rank: Annotated[int, at_least(1, "leave it out for no adapters")] | None = None
-    """Rank of the adapters; by default none, and all weights are trained."""
+    """Rank of the adapters; by default there are none, and all weights are trained."""
     alpha: PositiveInt = _ALPHA
     """The adapters are scaled by alpha / rank."""
     targets: tuple[str, ...] = _ALL_LINEAR
-    """Layers with an adapter, by the end of their names; all-linear for all but the output."""
+    """Layers with adapters, by the end of their names; all-linear for all but the output layer."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "lora.")
         require(
             bool(self.targets) and "" not in self.targets,
@@ -183,7 +184,7 @@ class Tracking:
     """Log metrics to this trackio project."""
 
     def check_installed(self) -> None:
-        """Refuse a tracker that was asked for and is not installed."""
+        """Refuse a requested tracker that is not installed."""
         asked = {
             "tensorboard": self.tensorboard,
             "wandb": self.wandb is not None,
@@ -199,11 +200,11 @@ class Tracking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """What a policy update depends on: all that a trainer needs of a run's settings."""
+    """The settings that a policy update depends on."""
 
     algorithm: Algorithm
     correction: Correction
-    """With its kind resolved."""
+    """With `kind` resolved."""
     optimiser: Optimisation
     micro_batch_tokens: int
     max_tokens: int
@@ -230,18 +231,18 @@ class TrainSettings:
     model: str = "tiny"
     """A hub name, a folder, a GGUF file, or tiny: a small model with random weights."""
     task: str = "knights_knaves:people=3-5,count=4096,style=compact"
-    """Training data: a task (sortedrl data --help), a file of rows, or a hub name; by default its
+    """Training data: a task (sortedrl data --help), a file of rows, or a hub name; by default the
     split train."""
     out: Path = Path("runs/train")
     """The run folder: config, events, metrics, checkpoints, the trained model."""
     seed: int = 0
-    """Fixes the order of prompts and every sampled answer; the same seed gives the same run."""
+    """Seed of the prompt order and of every sampled answer; the same seed gives the same run."""
     epochs: PositiveInt = 1
-    """Passes over the data."""
+    """Epochs: passes over the data."""
     max_updates: PositiveInt | None = None
     """Stop after this many updates."""
     max_prompt_tokens: PositiveInt | None = None
-    """Skip longer prompts; by default those that leave no room in the model's context."""
+    """Skip longer prompts; by default those that leave no room for an answer in the context."""
     folder: Path | None = None
     """Folder with data set files; by default $SORTEDRL_DATA, and then the hub."""
     reward: str | None = None
@@ -251,12 +252,11 @@ class TrainSettings:
     device: str | None = None
     """cuda, cpu, ...; by default the GPU if there is one."""
     threads: PositiveInt | None = None
-    """CPU threads; by default one for each core that no reward worker needs. Tiny models are
+    """CPU threads; by default the cores that reward workers do not need. Tiny models are
     fastest with 1."""
     precision: PrecisionChoice = "auto"
-    """Precision of the weights; auto is bfloat16 on a GPU, float32 on a CPU. The optimiser
-    updates fp32 master weights; in float16 the loss is scaled, so that small gradients are not
-    lost."""
+    """Precision of the weights; auto is bfloat16 on a GPU and float32 on a CPU. The optimiser
+    updates fp32 master weights; float16 uses loss scaling."""
     schedule: Schedule = field(default_factory=Schedule)
     engine: EngineSettings = field(default_factory=EngineSettings)
     rollout: Rollout = field(default_factory=Rollout)
@@ -274,7 +274,7 @@ class TrainSettings:
     tracking: Tracking = field(default_factory=Tracking)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work together."""
+        """Validate combinations of settings."""
         check_values(self)
         check_device(self.device)
         self._check_siblings()
@@ -294,7 +294,7 @@ class TrainSettings:
         in_loss = algorithm.kl_coef > 0 and algorithm.effective_kl_place == "loss"
         require(
             not self.correction.weight_kl or in_loss,
-            "correction.weight_kl weighs the KL divergence in the loss, got it with "
+            "correction.weight_kl weights the KL divergence in the loss, got it with "
             f"algorithm.kl_coef {algorithm.kl_coef:g} and kl_place "
             f"{algorithm.effective_kl_place!r}; leave it out, or set kl_coef and kl_place 'loss'",
         )
@@ -303,8 +303,8 @@ class TrainSettings:
         require(
             algorithm.reference_refresh is None or (self.lora.rank is None and ranks == 0),
             "algorithm.reference_refresh copies the whole trained model, so it needs a trainer in "
-            f"one process without adapters, got lora.rank {self.lora.rank} and {ranks} ranks of "
-            "cluster.trainer_ranks; leave it out",
+            f"one process without adapters, got lora.rank {self.lora.rank} and "
+            f"cluster.trainer_ranks {ranks}; leave it out",
         )
 
     def _check_siblings(self) -> None:
@@ -351,7 +351,7 @@ class TrainSettings:
         )
         require(
             self.rollout.engine != "servers",
-            "rollout.engine 'servers' are engines that run elsewhere already, so a cluster has "
+            "rollout.engine 'servers' uses engines that already run elsewhere, so a cluster has "
             "none to place; leave cluster.rollout_workers out",
         )
         require(
@@ -361,13 +361,13 @@ class TrainSettings:
         )
         require(
             not cluster.overlap or self.schedule.keeps_stale_tokens,
-            f"cluster.overlap trains on answers of the version before, which schedule.mode "
-            f"{self.schedule.mode!r} rules out; take mode 'partial'",
+            f"cluster.overlap trains on answers of the previous version, which schedule.mode "
+            f"{self.schedule.mode!r} rules out; set mode to 'partial'",
         )
 
     @property
     def update(self) -> UpdateSettings:
-        """What a policy update depends on."""
+        """The settings that a policy update depends on."""
         kind = self.correction.effective_kind(is_needed=self.needs_correction)
         return UpdateSettings(
             algorithm=self.algorithm,
@@ -382,7 +382,7 @@ class TrainSettings:
 
     @property
     def needs_seeds(self) -> bool:
-        """Whether interrupted answers are drawn again from seeds of their own."""
+        """Whether interrupted answers are resampled from their own seeds."""
         return self.schedule.mode == "redraw" and not self.schedule.never_interrupts
 
     @property
@@ -392,15 +392,15 @@ class TrainSettings:
 
     @property
     def needs_correction(self) -> bool:
-        """Whether tokens may have been sampled with other probabilities than the trainer computes.
+        """Whether sampling probabilities may differ from those that the trainer computes.
 
-        They come from older weights, or from an engine with kernels of its own.
+        Tokens then come from older weights, or from an engine with its own kernels.
         """
         is_stale = self.schedule.staleness_bound != 0 or self.is_overlapped
         return is_stale or self.rollout.is_outside
 
     def updates_expected(self, *, num_rows: int) -> int:
-        """About how many updates the run has, which is the length of the learning-rate schedule."""
+        """Estimated number of updates, which is the length of the learning-rate schedule."""
         answers = num_rows * self.epochs * self.schedule.samples_per_prompt
         whole = max(1, answers // self.schedule.update_batch)
         return whole if self.max_updates is None else min(whole, self.max_updates)
@@ -413,17 +413,17 @@ class SupervisedSettings:
     model: str = "tiny"
     """A hub name, a folder, a GGUF file, or tiny: a small model with random weights."""
     task: str = "knights_knaves:people=3-5,count=4096,style=compact"
-    """Rows with a column `response`, the answer to imitate: a task, a file or a hub name."""
+    """Rows with a field `response`, the answer to imitate: a task, a file or a hub name."""
     out: Path = Path("runs/sft")
     """The folder for the trained model and its losses."""
     seed: int = 0
-    """Fixes the order of the rows."""
+    """Seed of the row order."""
     epochs: PositiveInt = 1
-    """Passes over the data."""
+    """Epochs: passes over the data."""
     max_steps: PositiveInt | None = None
     """Stop after this many steps."""
     batch_tokens: PositiveInt = 16384
-    """Tokens of one optimiser step, prompts included, at least."""
+    """Minimum number of tokens of an optimiser step, prompts included."""
     folder: Path | None = None
     """Folder with data set files; by default $SORTEDRL_DATA, and then the hub."""
     device: str | None = None
@@ -442,7 +442,7 @@ class SupervisedSettings:
     data: DataSettings = field(default_factory=DataSettings)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self)
         check_device(self.device)
         require(

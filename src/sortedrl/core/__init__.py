@@ -1,4 +1,4 @@
-"""The scheduler: buffer, controller, strategies, modes and the loop, with events and metrics.
+"""The scheduler: buffer, controller, strategies, modes and loop, with events and metrics.
 
-Plain Python: no torch, no numpy, no I/O but logs.
+Plain Python: no torch, no numpy, and no I/O except logs.
 """

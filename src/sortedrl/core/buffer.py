@@ -1,22 +1,22 @@
-"""Station 2: the stateful rollout buffer. A state machine, and nothing else.
+"""The stateful rollout buffer: a state machine, and nothing else.
 
     load ──> waiting ──start──> running ──finish──> ready ──take──> trained
               ^   ^              │   │                │
               │   └───put_back───┘───│────put_back────┘
             reply                  pause
-              └─────── outside <─────┘          finish and put_back lead from outside too
+              └─────── outside <─────┘          finish and put_back also leave from outside
 
-Invariant: every trajectory that was loaded is in exactly one state, and each arrow moves it.
+Invariant: every loaded trajectory is in exactly one state, and each arrow moves it.
 Nothing is lost, nothing is trained twice, nothing is copied.
 
-A conversation is *outside* while its environment answers: it holds no slot.
+A conversation is *outside* while its environment replies: it holds no slot.
 A trajectory is *begun* from its start until it is complete or loses its tokens; a begun
 conversation holds an environment.
-Waiting work comes in two kinds: *fresh* (never started) and *returned* (put back).
-Ready work comes in two kinds as well: *harvestable* (its unit is complete) and *partnered*
-(complete, but siblings of the same prompt are not; only with `unit_size` > 1).
-A group is open from its load until its last trajectory is trained; `open_group` makes the
-trajectories of one from its prompts.
+Waiting trajectories are *fresh* (never started) or *returned* (put back).
+Ready trajectories are *harvestable* (their unit is complete) or *partnered* (complete, but siblings
+of the same prompt are not; only with `unit_size` > 1).
+A group is open from its load until its last trajectory is trained; `open_group` creates its
+trajectories from prompts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from sortedrl.types import Key, Prompt, Trajectory
 
 
 class Feed(Enum):
-    """Which waiting work is started, and in which order.
+    """Which waiting trajectories are started.
 
-    Always: older group first, then the most interrupted, then by id. Fresh work is started in
-    the order of loading, so what was put back comes before what never started.
+    Always: older group first, then the most interrupted, then by id. Fresh trajectories are started
+    in the order of loading, so returned ones come before them.
     """
 
     OLDEST_FIRST = "fresh and returned work in one order"
@@ -46,7 +46,7 @@ class Feed(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferState:
-    """Everything a buffer holds between rounds, when nothing runs."""
+    """Everything that a buffer holds between rounds, when nothing runs."""
 
     unit_size: int
     next_group: int
@@ -59,7 +59,7 @@ class BufferState:
 
 
 class Buffer:
-    """Holds every trajectory between its load and its training."""
+    """Holds every trajectory from its load to its training."""
 
     def __init__(self, *, unit_size: int = 1) -> None:
         """`unit_size` trajectories of a prompt become harvestable together."""
@@ -95,12 +95,12 @@ class Buffer:
 
     @property
     def num_running(self) -> int:
-        """Trajectories the engine has."""
+        """Trajectories in the engine."""
         return len(self._running)
 
     @property
     def num_outside(self) -> int:
-        """Conversations whose environment answers now."""
+        """Conversations that wait for their environment."""
         return len(self._outside)
 
     @property
@@ -116,7 +116,7 @@ class Buffer:
 
     @property
     def num_unfinished(self) -> int:
-        """Trajectories that would be left if everything harvestable were trained."""
+        """Trajectories that would remain if everything harvestable were trained."""
         active = len(self._running) + len(self._outside)
         return self.num_waiting + active + len(self._partnered)
 
@@ -136,11 +136,11 @@ class Buffer:
         return min(self._unfinished_in_group, default=None)
 
     def any_running_interrupted(self, times: int) -> bool:
-        """Whether a running trajectory was interrupted at least that often before."""
+        """Whether a running trajectory has been interrupted at least this many times."""
         return any(interruptions >= times for interruptions in self._running_interruptions)
 
     def is_open(self, group: int) -> bool:
-        """Whether a group that was loaded has untrained work."""
+        """Whether a loaded group has untrained work."""
         return group in self._untrained_in_group
 
     def harvestable(self) -> list[Trajectory]:
@@ -148,7 +148,7 @@ class Buffer:
         return list(self._harvestable.values())
 
     def ready(self, keys: Sequence[Key]) -> list[Trajectory]:
-        """These harvestable trajectories, which stay ready until they are taken."""
+        """These harvestable trajectories; they stay ready until they are taken."""
         return [self._harvestable[key] for key in keys]
 
     def partnered(self) -> list[Trajectory]:
@@ -156,11 +156,11 @@ class Buffer:
         return list(self._partnered.values())
 
     def outside(self) -> list[Trajectory]:
-        """Conversations whose environment answers now, in the order they left their slots."""
+        """Conversations that wait for their environment, in the order they left their slots."""
         return list(self._outside.values())
 
     def load(self, trajectories: Sequence[Trajectory]) -> int:
-        """Take in the next group, in order of prompt and sample, and give its number."""
+        """Add the next group, in order of prompt and sample; returns its number."""
         group, after = self.next_group, (self._next_prompt, -1)
         for trajectory in trajectories:
             if trajectory.group != group or trajectory.key <= after:
@@ -178,9 +178,9 @@ class Buffer:
         return group
 
     def start(self, count: int, *, feed: Feed, max_begun: int | None = None) -> list[Trajectory]:
-        """Waiting to running: at most `count` trajectories, first in order.
+        """Waiting to running: at most `count` trajectories, in order.
 
-        Where `max_begun` are begun, only those that are may be started.
+        Once `max_begun` are begun, only those may be started.
         """
         started: list[Trajectory] = []
         num_begun = 0 if max_begun is None else self.num_begun
@@ -196,19 +196,19 @@ class Buffer:
         return started
 
     def pause(self, trajectory: Trajectory) -> Trajectory:
-        """Running to outside, as the given value; gives the value it was started with."""
+        """Running to outside, with the new value; returns the value it was started with."""
         before = self._leave_running(trajectory.key, "pause")
         self._outside[trajectory.key] = trajectory
         return before
 
     def reply(self, trajectory: Trajectory) -> Trajectory:
-        """Outside to waiting, as the given value; gives the value it had before."""
+        """Outside to waiting, with the new value; returns the previous one."""
         self._expect(trajectory.key in self._outside, trajectory.key, "reply", "outside")
         self._push_returned(trajectory)
         return self._outside.pop(trajectory.key)
 
     def finish(self, trajectory: Trajectory) -> Trajectory:
-        """Running or outside to ready, as the given value; gives the value it had before."""
+        """Running or outside to ready, with the new value; returns the previous one."""
         key = trajectory.key
         if trajectory.finish_reason is None:
             raise BufferStateError(f"trajectory {key} is ready without a finish reason")
@@ -218,7 +218,7 @@ class Buffer:
         return before
 
     def put_back(self, trajectory: Trajectory) -> Trajectory:
-        """Running, outside or ready to waiting, as the given value; gives the one before."""
+        """Running, outside or ready to waiting, with the new value; returns the previous one."""
         key = trajectory.key
         if key in self._running:
             before = self._leave_running(key, "put_back")
@@ -235,7 +235,7 @@ class Buffer:
         return before
 
     def take(self, keys: Sequence[Key]) -> list[Trajectory]:
-        """Ready to trained: the buffer forgets these trajectories."""
+        """Ready to trained: the trajectories leave the buffer."""
         for key, times in Counter(keys).items():
             is_once = key in self._harvestable and times == 1
             self._expect(is_once, key, "take", "harvestable and named once")
@@ -248,11 +248,11 @@ class Buffer:
         return taken
 
     def state(self) -> BufferState:
-        """Everything the buffer holds; only between rounds."""
+        """Everything that the buffer holds; only between rounds."""
         if self._running:
             raise BufferStateError(
-                f"a buffer is saved between rounds, but {len(self._running)} trajectories run; "
-                "interrupt the engine and put them back first"
+                f"a buffer can only be saved between rounds, but {len(self._running)} trajectories "
+                "run; interrupt the engine and put them back first"
             )
         return BufferState(
             unit_size=self.unit_size,
@@ -267,7 +267,7 @@ class Buffer:
 
     @classmethod
     def from_state(cls, state: BufferState) -> Buffer:
-        """A buffer that continues exactly where the saved one stood."""
+        """Restore a saved buffer."""
         buffer = cls(unit_size=state.unit_size)
         buffer.next_group = state.next_group
         buffer.num_trained = state.num_trained
@@ -300,7 +300,7 @@ class Buffer:
         return self._fresh.popleft() if fresh_allowed else None
 
     def _pop_begun(self) -> Trajectory | None:
-        """The first returned trajectory that has tokens."""
+        """Pop the first returned trajectory that has tokens."""
         begun = [entry for entry in self._returned if entry[-1].segments]
         if not begun:
             return None
@@ -339,7 +339,7 @@ class Buffer:
             del self._unfinished_in_group[trajectory.group]
 
     def _undo_ready(self, left: Trajectory) -> None:
-        """The unit that this harvestable one has left is incomplete: its siblings wait for it."""
+        """Make the rest of the unit that a trajectory left wait for it again."""
         prompt, size = left.prompt.id, self.unit_size
         siblings = [(prompt, index) for index in range(size)] if size > 1 else []
         unit = [key for key in siblings if key in self._harvestable]
@@ -358,7 +358,7 @@ class Buffer:
 def open_group(
     prompts: Sequence[Prompt], *, group: int, samples_per_prompt: int, seed: int
 ) -> list[Trajectory]:
-    """Fresh trajectories for the prompts, each with a noise seed of its own."""
+    """Fresh trajectories for the prompts, each with its own noise seed."""
     return [
         Trajectory(
             prompt=prompt,

@@ -5,8 +5,8 @@
     ...                          the payload: token ids and log-probabilities, little-endian,
                                  in the order in which the header names them
 
-The file is written to a temporary name and renamed, so an older one stays valid until the new one
-is complete. Log-probabilities are restored bit for bit, as 32-bit numbers if they were stored so.
+The file is written to a temporary name and renamed, so an existing one stays valid until then.
+Log-probabilities are restored bit for bit, as 32-bit numbers if they were stored so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LISTS = ("fresh", "returned", "ready", "outside")
 
 
 def save_buffer(state: BufferState, path: Path) -> None:
-    """Write the state; either the whole file is new or the old one is untouched."""
+    """Write the state atomically."""
     payload = _Payload()
     prompts = {t.prompt.id: t.prompt for _, t in _trajectories(state)}
     header: dict[str, object] = {
@@ -58,7 +58,7 @@ def save_buffer(state: BufferState, path: Path) -> None:
 
 
 def load_buffer(path: Path) -> BufferState:
-    """Read a state; raises `BufferFileError` if the file is incomplete or not a saved buffer."""
+    """Read a state; `BufferFileError` if the file is incomplete or not a saved buffer."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -123,7 +123,7 @@ def _state(header: dict[str, Any], reader: _Reader) -> BufferState:
         )
         for number, tokens, fields, *end in header["prompts"]
     }
-    header = {"outside": []} | header  # buffers saved before there were conversations have none
+    header = {"outside": []} | header  # buffers of versions without conversations have none
     lists = {
         name: tuple(_trajectory(row, prompts, reader) for row in header[name]) for name in _LISTS
     }
@@ -164,19 +164,19 @@ def _trajectory(row: list[Any], prompts: dict[int, Prompt], reader: _Reader) -> 
 
 
 class _Payload:
-    """Collects arrays; each gets a description from which it can be read back."""
+    """Collects arrays, and describes each for reading it back."""
 
     def __init__(self) -> None:
         self.data = bytearray()
 
     def tokens(self, values: Sequence[int]) -> list[int | str]:
-        """Token ids; a plain range, as the simulator writes, is stored as its bounds."""
+        """Token ids; a plain range, as the simulator produces, is stored as its bounds."""
         if isinstance(values, range) and values.step == 1:
             return ["range", values.start, values.stop]
         return self._add(array("i", values))
 
     def logprobs(self, values: Sequence[float]) -> list[int | str]:
-        """Log-probabilities, in the precision they have."""
+        """Log-probabilities, in their own precision."""
         is_single = isinstance(values, array) and values.typecode == "f"
         return self._add(array("f" if is_single else "d", values))
 

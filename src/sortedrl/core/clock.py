@@ -1,7 +1,7 @@
-"""Clocks: the wall clock of a real run, the virtual clock of a simulated one.
+"""Clocks: wall time for real runs, virtual time for simulated ones.
 
-The seconds of a run are seconds of training: the time between a kill and the resume and the time of
-a pause (an evaluation) do not count.
+Run time counts training only: neither the time between a kill and the resume nor pauses (an
+evaluation).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class WallClock:
     """Real seconds from a monotonic clock."""
 
     def __init__(self, *, start: float = 0.0, now: Callable[[], float] = time.perf_counter) -> None:
-        """Start at `start` seconds, the time that a resumed run has already taken."""
+        """Start at `start` seconds, the run time of a resumed run."""
         self._now = now
         self._before = start
         self._since = now()
@@ -31,13 +31,13 @@ class WallClock:
 
     def seconds(self) -> float:
         """Seconds of the run so far, without pauses."""
-        paused_at = self._paused_at  # read once: a live view asks from another thread
+        paused_at = self._paused_at  # read once: the live view reads it from another thread
         now = self._now() if paused_at is None else paused_at
         return self._before + (now - self._since)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock inside the block; a nested pause has no effect."""
+        """Stop the clock inside the block; nested pauses have no effect."""
         if self._paused_at is not None:
             yield
             return

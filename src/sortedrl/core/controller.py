@@ -1,12 +1,12 @@
-"""Station 3: the length-aware controller. It answers questions; the loop acts.
+"""The length-aware controller. It decides; the loop acts.
 
-From the buffer's counts it says how many prompts to load, which work to start, whether to harvest
-now, and what to train on. It does no I/O, has no clock and no tensors, and keeps no state of its
-own between calls, so a run can be stopped and resumed between any two rounds.
-
-A mode, one small object, says how interrupted generations are handled. It is asked three questions,
-each about one trajectory: `interrupted` (it ran when the engine was stopped), `renewed` (it is
-complete but waited through an update) and `resumed` (it is about to run again). It answers with the
+From the state of the buffer it decides how many prompts to load, which trajectories to start,
+whether to harvest, and what to train on. It does no I/O, has no clock and no tensors, and keeps no
+state between calls, so a run can be stopped and resumed between any two rounds.
+A mode, one small object, decides how interrupted generations are handled. It has three methods,
+each for one trajectory: `interrupted` (it was running when the engine was stopped), `renewed` (it
+is complete but waited through an update) and `resumed` (it is about to run again). Each returns
+the trajectory to continue with.
 trajectory to continue with.
 """
 
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.buffer import Buffer
-from sortedrl.core.strategies import Plan, strategy_for, units_of
+from sortedrl.core.strategies import RoundPlan, strategy_for, units_of
 from sortedrl.types import Key, Trajectory
 
 
@@ -25,36 +25,36 @@ class Controller:
     """A strategy and a mode, with the rules that all strategies share."""
 
     def __init__(self, schedule: Schedule) -> None:
-        """Take the rules from the schedule."""
+        """Set up the strategy and the mode of the schedule."""
         self.schedule = schedule
         self.mode = mode_for(schedule)
         self._strategy = strategy_for(schedule)
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
-        """The rules of the round that starts now."""
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
+        """The plan of the round that starts now."""
         return self._strategy.plan(buffer, is_exhausted=is_exhausted)
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan, *, free_slots: int) -> int:
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan, *, free_slots: int) -> int:
         """Prompts to load now as one group; 0 for none."""
         if self.to_start(buffer, plan, free_slots=free_slots) == 0:
             return 0
         return self._strategy.prompts_to_load(buffer, plan)
 
-    def to_start(self, buffer: Buffer, plan: Plan, *, free_slots: int) -> int:
-        """Waiting trajectories to start now, at most."""
+    def to_start(self, buffer: Buffer, plan: RoundPlan, *, free_slots: int) -> int:
+        """Maximum number of waiting trajectories to start now."""
         room = free_slots
         if plan.limit is not None:
             active = buffer.num_running + buffer.num_outside
             room = min(room, plan.limit - active - buffer.num_harvestable)
-        # An engine that lost a part of itself has fewer slots than answers for a while.
+        # After losing a worker, an engine temporarily has fewer slots than running trajectories.
         return max(0, room)
 
-    def should_harvest(self, buffer: Buffer, plan: Plan, *, is_exhausted: bool) -> bool:
-        """Whether enough is complete to stop the engine and train.
+    def should_harvest(self, buffer: Buffer, plan: RoundPlan, *, is_exhausted: bool) -> bool:
+        """Whether to stop the engine and train.
 
-        A round also ends when nothing is left to run. Unless batches are exact, a remainder that
-        could not fill one of its own is waited for, so an update holds a batch or all that is left
-        of the data.
+        A round also ends when nothing is left to run. Unless batches are exact, the round waits for
+        a remainder that could not fill a batch of its own, so an update has a full batch or all
+        that is left of the data.
         """
         if plan.target is None or buffer.num_harvestable < plan.target:
             return False
@@ -67,13 +67,13 @@ class Controller:
         refills = not is_exhausted and self._strategy.loads_after_update(buffer)
         return left == 0 or left >= self.schedule.update_batch or refills
 
-    def widened(self, buffer: Buffer, plan: Plan) -> Plan | None:
+    def widened(self, buffer: Buffer, plan: RoundPlan) -> RoundPlan | None:
         """The plan for the rest of the round, now that nothing runs; `None` ends the round.
 
-        A plan that admits only some of the waiting work, and has used it up before an update
-        batch is complete, gives way to one that admits all of it. This is the end of the data.
+        When a plan that admits only some of the waiting trajectories runs out of them before an
+        update batch is complete, at the end of the data, it is replaced by one that admits all.
         """
-        any_work = Plan(target=self.schedule.update_batch)
+        any_work = RoundPlan(target=self.schedule.update_batch)
         has_batch = buffer.num_harvestable >= self.schedule.update_batch
         return None if has_batch or not buffer.num_waiting or plan == any_work else any_work
 
@@ -86,7 +86,7 @@ class Controller:
 
 
 def _first_batch(ready: list[Trajectory], schedule: Schedule) -> list[Trajectory]:
-    """Whole units up to `update_batch`: those of older groups first, then the shortest."""
+    """Whole units up to `update_batch`: older groups first, then the shortest."""
     first: list[Trajectory] = []
     for unit in sorted(
         units_of(ready, schedule),
@@ -99,25 +99,25 @@ def _first_batch(ready: list[Trajectory], schedule: Schedule) -> list[Trajectory
 
 
 class Mode(Protocol):
-    """The rules for cached tokens."""
+    """How cached tokens of interrupted trajectories are handled."""
 
     @property
     def tolerance(self) -> float | None:
-        """How the engine treats cached tokens: `None` trusts them, a number verifies them."""
+        """Tolerance for verifying cached tokens in the engine; `None` trusts them."""
 
     def interrupted(self, trajectory: Trajectory) -> Trajectory:
-        """What goes back to waiting in place of a trajectory that was running."""
+        """The trajectory to put back for one that was running."""
 
     def renewed(self, trajectory: Trajectory, *, version: int) -> Trajectory | None:
-        """What goes back to waiting in place of a complete one; `None` leaves it ready."""
+        """The trajectory to put back for a complete one; `None` leaves it ready."""
 
     def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
-        """What is started in place of a waiting trajectory."""
+        """The trajectory to start for a waiting one."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnPolicy:
-    """Tokens are thrown away, and the answer is drawn again from fresh noise."""
+    """Discards the tokens; the answer is resampled from new noise."""
 
     tolerance: None = None
 
@@ -130,23 +130,23 @@ class OnPolicy:
         )
 
     def renewed(self, trajectory: Trajectory, *, version: int) -> Trajectory | None:
-        """A complete answer of older weights is drawn again too."""
+        """Complete answers of older weights are resampled too."""
         if _age(trajectory, version) == 0:
             return None
         return replace(_emptied(trajectory), attempt=trajectory.attempt + 1)
 
     def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
-        """As it waited; a conversation that waited with turns of older weights is drawn again."""
+        """Unchanged, unless it is a conversation with turns of older weights: resampled."""
         renewed = self.renewed(trajectory, version=version)
         return trajectory if renewed is None else renewed
 
 
 @dataclass(frozen=True, slots=True)
 class Redraw:
-    """Tokens are thrown away, and the answer is drawn again from its own noise.
+    """Discards the tokens; the answer is resampled from its own noise.
 
-    Where the new weights agree with the old ones, the same tokens come back; so an answer that was
-    interrupted because it is long is not traded for a shorter one.
+    Where new and old weights agree, the same tokens come back, so an answer that was interrupted
+    because it is long is not traded for a shorter one.
     """
 
     tolerance: None = None
@@ -156,18 +156,18 @@ class Redraw:
         return replace(_emptied(trajectory), interruptions=trajectory.interruptions + 1)
 
     def renewed(self, trajectory: Trajectory, *, version: int) -> Trajectory | None:
-        """A complete answer of older weights is drawn again too."""
+        """Complete answers of older weights are resampled too."""
         return None if _age(trajectory, version) == 0 else _emptied(trajectory)
 
     def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
-        """As it waited; a conversation that waited with turns of older weights is drawn again."""
+        """Unchanged, unless it is a conversation with turns of older weights: resampled."""
         renewed = self.renewed(trajectory, version=version)
         return trajectory if renewed is None else renewed
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Tokens and their log-probabilities are kept, unless they are older than allowed."""
+    """Keeps tokens and their log-probabilities, up to `max_staleness`."""
 
     max_staleness: int | None = None
     tolerance: None = None
@@ -177,14 +177,14 @@ class Partial:
         return replace(trajectory, interruptions=trajectory.interruptions + 1)
 
     def renewed(self, trajectory: Trajectory, *, version: int) -> Trajectory | None:
-        """A complete answer stands until it is too old."""
+        """A complete answer is kept until it is too stale."""
         return _emptied(trajectory) if self._is_too_old(trajectory, version) else None
 
     def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
-        """Written anew if its tokens are too old.
+        """Without its tokens if they are too stale.
 
-        Versions only grow along an answer, so the first token is the oldest one,
-        and dropping it drops what was built on it.
+        Versions only grow along an answer, so the first token is the oldest, and dropping it drops
+        all tokens that follow.
         """
         return _emptied(trajectory) if self._is_too_old(trajectory, version) else trajectory
 
@@ -194,27 +194,27 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """Tokens are kept as far as the new weights write them too, from the same noise."""
+    """Keeps the tokens that the new weights also sample from the same noise."""
 
     tolerance: float = 0.0
 
     def interrupted(self, trajectory: Trajectory) -> Trajectory:
-        """With all its tokens, for the engine to verify."""
+        """With all its tokens; the engine verifies them."""
         return replace(trajectory, interruptions=trajectory.interruptions + 1)
 
     def renewed(self, trajectory: Trajectory, *, version: int) -> Trajectory | None:
-        """A complete answer of older weights is verified: one prefill if nothing changed."""
+        """Complete answers of older weights are verified: one prefill if nothing changed."""
         if _age(trajectory, version) == 0:
             return None
         return replace(trajectory, finish_reason=None, reward=None)
 
     def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
-        """As it waited."""
+        """Unchanged."""
         return trajectory
 
 
 def mode_for(schedule: Schedule) -> Mode:
-    """The mode a schedule names."""
+    """The mode of a schedule."""
     if schedule.mode == "on_policy":
         return OnPolicy()
     if schedule.mode == "redraw":

@@ -1,16 +1,16 @@
 """The event log of a run: one JSON line per event.
 
-A log opens with `begin`, ends with `end`, and between them repeats, round by round:
-`hand_over` (when the weights are new), `renew`, then `load`, `start` and `finish` as the rollout
-goes (in conversations also `pause` and `reply`), `harvest`, `interrupt` for what was still
-running, `score` (where rewards are given) and `update`.
-Where updates overlap the rollout, an `update` starts with the next round, and its `landed` comes
-before the next `update`.
-The rollout of a round lasts from its `hand_over` (or `begin`, or its first `load` or `start` where
-the weights are the same) to its `harvest`. Every reported metric is a function of this log (see
+A log starts with `begin`, ends with `end`, and between them repeats, round by round:
+`hand_over` (if the weights are new), `renew`, then `load`, `start` and `finish` during the rollout
+(for conversations also `pause` and `reply`), `harvest`, `interrupt` for every trajectory still
+running, `score` (if there are rewards) and `update`.
+If updates overlap the rollout, an `update` starts with the next round, and its `landed` precedes
+the next `update`.
+The rollout of a round lasts from its `hand_over` (or `begin`, or its first `load` or `start` if the
+weights are unchanged) to its `harvest`. Every reported metric is a function of this log (see
 `metrics`).
 
-A run that was killed and resumed has one log: `resume` follows the `update` (or `landed`) of its
+A killed and resumed run has a single log: `resume` follows the `update` (or `landed`) of its
 checkpoint, while nothing is running, and counts and seconds continue.
 """
 
@@ -31,7 +31,7 @@ from sortedrl.types import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """The run of a schedule starts. `slots` is what the bubble ratio is measured against."""
+    """The run starts. `slots` is the denominator of the bubble ratio."""
 
     kind: ClassVar = "begin"
     seconds: float
@@ -42,7 +42,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """The run resumes from a checkpoint made in `round`, with the weights of `version`."""
+    """The run resumes from a checkpoint of `round`, with the weights of `version`."""
 
     kind: ClassVar = "resume"
     seconds: float
@@ -63,7 +63,7 @@ class SyncWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
-    """A complete answer that waited during an update goes back, with `kept` of its tokens."""
+    """A complete answer that waited through an update is put back, with `kept` of its tokens."""
 
     kind: ClassVar = "renew"
     seconds: float
@@ -120,7 +120,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The environment answered with `given` tokens; the conversation waits for a slot again."""
+    """The environment replied with `given` tokens; the conversation waits for a slot again."""
 
     kind: ClassVar = "reply"
     seconds: float
@@ -132,7 +132,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """An answer is complete. `engine_*` count what the engine did since the run began."""
+    """An answer is complete. `engine_*` are counters of the engine since the start of the run."""
 
     kind: ClassVar = "finish"
     seconds: float
@@ -162,7 +162,7 @@ class Harvest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupt:
-    """A trajectory was stopped at `tokens` tokens and went back with `kept` of them."""
+    """A trajectory was stopped at `tokens` tokens and put back with `kept` of them."""
 
     kind: ClassVar = "interrupt"
     seconds: float
@@ -176,9 +176,9 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landed:
-    """The last update is done, after `took_seconds`; the weights now have `version`.
+    """The last update is complete, after `took_seconds`; the weights now have `version`.
 
-    `beside_seconds` of them overlapped the rollout; for the rest, the run waited.
+    It overlapped the rollout for `beside_seconds`; for the rest, the run waited.
     """
 
     kind: ClassVar = "landed"
@@ -195,7 +195,7 @@ class Landed:
 
 
 class Scored(NamedTuple):
-    """The reward of one answer: `start` and `took_seconds` where the scorer measured them.
+    """The reward of one answer; `start` and `took_seconds` if the scorer measured them.
 
     `reward` is `None` if scoring failed and the answer gets none.
     """
@@ -210,7 +210,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The answers of the next update have their rewards, after a wait of `waited_seconds`."""
+    """The answers of the next update are scored, after waiting for `waited_seconds`."""
 
     kind: ClassVar = "score"
     seconds: float
@@ -235,7 +235,7 @@ class Update:
     """The weights of `version` were trained on these; the groups in `closed` are complete.
 
     A skipped update keeps the weights, and the next one has the same version.
-    An update that overlaps the rollout only starts here, and `took_seconds` is the time before it.
+    An update that overlaps the rollout only starts here; `took_seconds` is the time before it.
     """
 
     kind: ClassVar = "update"
@@ -273,7 +273,7 @@ Event = (
     | Score
     | Update
     | End
-)  # the order of a round
+)  # in the order of a round
 Record = Callable[[Event], None]
 
 _KINDS: dict[str, type[Event]] = {event.kind: event for event in get_args(Event)}
@@ -284,7 +284,7 @@ _MOST_SLOTS = 2**20
 
 
 def _checks(event: type) -> list[tuple[str, frozenset[type]]]:
-    """The fields of an event, or of an entry of one, with the types that JSON may give them."""
+    """The fields of an event, or of an entry of one, with the types that they may have in JSON."""
     accepted: dict[object, set[type]] = {
         int: {int},
         float: {int, float},
@@ -302,18 +302,18 @@ _SCORED_CHECKS, _TRAINED_CHECKS = _checks(Scored), _checks(Trained)
 
 
 def to_json(event: Event) -> str:
-    """The event as one line, without its newline."""
+    """The event as one line of JSON, without newline."""
     kind = event.kind
     values = dict(zip(_NAMES[kind], _VALUES[kind](event), strict=True))
     return json.dumps({"event": kind} | values, separators=(",", ":"))
 
 
 def from_json(line: str) -> Event:
-    """The event on a line; raises `ValueError` if it is not a valid one."""
+    """Parse a line; `ValueError` if it is not a valid event."""
     try:
         row = json.loads(line)
     except RecursionError as error:
-        raise ValueError("nested too deeply for an event") from error
+        raise ValueError("must not be nested this deeply") from error
     if not isinstance(row, dict) or "event" not in row:
         raise ValueError("expected a JSON object with a field 'event'")
     kind = row.pop("event")
@@ -362,7 +362,7 @@ def _entry(
 
 
 class Order:
-    """Checks that each event can follow the ones before it."""
+    """Checks that each event may follow the previous ones."""
 
     def __init__(self) -> None:
         """Start before the first event."""
@@ -375,9 +375,9 @@ class Order:
         self._outside: set[tuple[int, int]] = set()
 
     def __call__(self, event: Event) -> None:
-        """Check the next event; raises `ValueError` if it cannot come next."""
+        """Check the next event; `ValueError` if it cannot come next."""
         if (self._seconds is None) != isinstance(event, Begin):
-            raise ValueError(f"a log opens with 'begin', once, got {event.kind!r} here")
+            raise ValueError(f"a log must start with 'begin', once, got {event.kind!r} here")
         if self._seconds is not None and event.seconds < self._seconds:
             raise ValueError(
                 f"time must not go backwards, got {self._seconds} s, then {event.seconds} s"
@@ -447,9 +447,9 @@ class EventFile(LineFile):
     def __init__(
         self, path: Path, *, keep_bytes: int | None = None, is_watched: bool = False
     ) -> None:
-        """Create the file, replacing an older one; or keep its first bytes and append to them.
+        """Create the file, replacing an existing one; or keep its first bytes and append.
 
-        Readers see everything up to the last update; of a watched file, every event at once.
+        Readers see everything up to the last update; if watched, every event at once.
         """
         super().__init__(path, keep_bytes=keep_bytes)
         self._is_watched = is_watched
@@ -462,9 +462,9 @@ class EventFile(LineFile):
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a log; raises `DataError` at the first that cannot follow those before it.
+    """The events of a log; `DataError` at the first that cannot follow the previous ones.
 
-    A last line without its newline (the run was killed or is still writing) is skipped.
+    A last line without newline (the run was killed or is still writing) is skipped.
     """
     check = Order()
     for number, line in read_lines(path):

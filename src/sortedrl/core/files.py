@@ -1,12 +1,12 @@
-"""Files of a run: atomic writes, files that grow line by line, metrics and sample answers.
+"""Files of a run: atomic writes, line-based logs, metrics and sample answers.
 
-A file that we did not write is never overwritten. In a file of lines only complete lines count: a
-last line without its newline belongs to a run that was killed or is still writing, and readers skip
-it. A resumed run truncates its files to their lengths at the checkpoint, so what was written after
-the checkpoint is written again, once.
+A file that we did not write is never overwritten. In a log only complete lines count: a last line
+without newline belongs to a run that was killed or is still writing, and readers skip it. A
+resumed run truncates its logs to their lengths at the checkpoint, so everything after it is
+written again, once.
 
-`metrics.jsonl` has one JSON object of numbers per update; a number that is not finite is written as
-null, so any JSON reader can read the file; docs/reference/metrics.md says what its numbers mean.
+`metrics.jsonl` has one JSON object of numbers per update, described in docs/reference/metrics.md;
+a number that is not finite is written as null, so that any JSON reader can read the file.
 `answers.jsonl` has some answers of every update as text, one JSON object each; nothing is computed
 from it.
 """
@@ -33,7 +33,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write the file atomically: either all of it is new or the old one is untouched."""
+    """Write the file atomically."""
     with writing_whole(path) as file:
         file.write(content)
 
@@ -61,14 +61,14 @@ def writing_whole(path: Path) -> Iterator[IO[bytes]]:
 
 
 def free_path(folder: Path, names: Iterable[str]) -> Path:
-    """The first of these names in the folder at which nothing lies."""
+    """The first of these names that does not exist in the folder."""
     return next(path for name in names if not (path := folder / name).exists())
 
 
 def refuse_foreign(path: Path, *, mark: bytes | None) -> None:
-    """Refuse to replace a file that we did not write, recognised by `mark` near its beginning.
+    """Refuse to replace a file that we did not write, recognised by `mark` near its start.
 
-    Without a mark, any file that is not empty is refused.
+    Without a mark, any non-empty file is refused.
     """
     try:
         if not path.is_file() or not path.stat().st_size:
@@ -89,7 +89,7 @@ class LineFile:
     """Appends lines to a file."""
 
     def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Create the file, replacing an older one; or keep its first bytes and append to them."""
+        """Create the file, replacing an existing one; or keep its first bytes and append."""
         advice = "; check the path and the free disk space"
         self._os_errors = partial(os_errors, path, "cannot be written", advice=advice)
         with self._os_errors():
@@ -98,24 +98,24 @@ class LineFile:
             self._file: IO[bytes] = path.open("ab" if keep_bytes else "wb")
 
     def write(self, line: str) -> None:
-        """Append a line, given without its newline; it may stay in memory for a while."""
+        """Append a line, given without newline; it may stay in the buffer for a while."""
         with self._os_errors():
             self._file.write(line.encode() + b"\n")
 
     def flush(self) -> None:
-        """Make every line so far visible to other programs."""
+        """Make all lines visible to other programs."""
         with self._os_errors():
             self._file.flush()
 
     def sync(self) -> int:
-        """Write every line so far to the disk; returns the length of the file in bytes."""
+        """Sync all lines to disk; returns the length of the file in bytes."""
         self.flush()
         with self._os_errors():
             os.fsync(self._file.fileno())
         return self._file.tell()
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush and close."""
         with self._os_errors():
             self._file.close()
 
@@ -157,21 +157,21 @@ def _cut(path: Path, keep_bytes: int) -> None:
 
 
 Value = float | int | str | None
-"""What a row of metrics may hold."""
+"""The values of a row of metrics."""
 
 
 class MetricsFile(LineFile):
     """Appends one row per update."""
 
     def __call__(self, values: Mapping[str, Value]) -> None:
-        """Append the numbers of an update, at once visible to readers."""
+        """Append the metrics of an update and flush."""
         row = {name: _finite(value) for name, value in values.items()}
         self.write(json.dumps(row, separators=(",", ":"), allow_nan=False))
         self.flush()
 
 
 def read_metrics(path: Path) -> list[dict[str, Value]]:
-    """The rows of a file, in order; a last line without its newline is skipped."""
+    """The rows of a file, in order; a last line without newline is skipped."""
     rows: list[dict[str, Value]] = []
     for number, line in read_lines(path):
         try:
@@ -200,17 +200,17 @@ class LoggedAnswer:
     """An answer that was trained on."""
 
     update: int
-    """The update that was trained on it, counted from 1."""
+    """The update that trained on it, counted from 1."""
     prompt: int
     sample: int
     group: int
     versions: tuple[int, int]
-    """The versions of the weights that wrote its oldest and its newest token."""
+    """The versions that sampled its oldest and its newest token."""
     tokens: int
     is_truncated: bool
     reward: float | None
     parts: Mapping[str, float]
-    """The named parts of the reward."""
+    """The components of the reward, by name."""
     question: str
     response: str
 
@@ -219,14 +219,14 @@ class AnswerFile(LineFile):
     """Appends answers."""
 
     def __call__(self, answers: Iterable[LoggedAnswer]) -> None:
-        """Append the answers of an update, at once visible to readers."""
+        """Append the answers of an update and flush."""
         for answer in answers:
             self.write(json.dumps(asdict(answer), separators=(",", ":"), default=dict))
         self.flush()
 
 
 def read_answers(path: Path) -> list[LoggedAnswer]:
-    """The answers of a file, in order; a last line without its newline is skipped."""
+    """The answers of a file, in order; a last line without newline is skipped."""
     return [_answer(path, number, line) for number, line in read_lines(path)]
 
 
@@ -235,7 +235,7 @@ def _answer(path: Path, number: int, line: str) -> LoggedAnswer:
         row = json.loads(line)
         answer = LoggedAnswer(**{**row, "versions": tuple(row["versions"])})
         if not _is_sound(row):
-            raise ValueError("a field has a value of another type")
+            raise ValueError("a field has the wrong type")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         names = ", ".join(f.name for f in fields(LoggedAnswer))
         raise DataError(path, f"expected an object with {names}", line=number) from error

@@ -1,14 +1,13 @@
-"""Stations 1 to 8 in order: one round after another, the same for simulated and real parts.
+"""The training loop: round after round, the same for simulated and real runs.
 
-A round: sync new weights, renew what they made stale, feed the engine and let it write until the
+A round: sync new weights, renew what they made stale, feed the engine and let it generate until the
 controller says harvest, put unfinished work back, train, and yield each update batch.
-Whenever a batch is yielded nothing runs, so the state of buffer and recorder can be saved there. A
-loop made from what was saved finishes the interrupted round and continues: it trains on the same
-batches.
+Nothing runs while a batch is yielded, so the state of buffer and recorder can be saved there. A
+loop built from saved state finishes the interrupted round and continues with the same batches.
 
-With an `Overlap`, the last update of a round runs beside the rollout of the next one. It begins
-when the engine has the weights before it, and ends before the next update: what is trained on is
-at most one version older, regardless of timing. Its batch is yielded when it has ended.
+With an `Overlap`, the last update of a round runs during the rollout of the next one. It begins
+when the engine has the previous weights, and ends before the next update: tokens trained on are at
+most one version staler, regardless of timing. Its batch is yielded when it has ended.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from sortedrl.types import TrainBatch, Trajectory
 
 
 class Overlap(Protocol):
-    """Runs updates beside the rollout, one at a time: submit, begin, result."""
+    """Runs updates during the rollout, one at a time: submit, begin, result."""
 
     def submit(self, batch: TrainBatch) -> None:
-        """Accept the batch of the next update; the weights are still those before it."""
+        """Accept the batch of the next update; the weights are not changed yet."""
 
     def begin(self) -> None:
-        """Begin the update that was submitted, beside what follows; without one, do nothing."""
+        """Begin the submitted update in the background; do nothing without one."""
 
     def result(self) -> FinishedUpdate | None:
         """Wait for the update that was submitted or begun; `None` if there is none."""
@@ -40,7 +39,7 @@ class Overlap(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Loop:
-    """The parts of a run, joined: the scheduler decides, the loop acts."""
+    """The components of a run, connected: the scheduler decides, the loop acts."""
 
     prompts: PromptSource
     buffer: Buffer
@@ -51,15 +50,15 @@ class Loop:
     journal: Journal
     seed: int
     queue: int = 0
-    """Answers that may wait in the engine itself, so that a free slot is filled without asking."""
+    """Answers that may queue in the engine, so that it refills a free slot without asking."""
     environments: Environments | None = None
-    """What answers the policy's turns; without it an answer is complete when its turn is."""
+    """Replies to the policy's turns; without it, an answer is complete after one turn."""
     overlap: Overlap | None = None
-    """Runs the updates beside the rollout; without it the trainer runs each at once."""
+    """Runs updates during the rollout; without it, the trainer runs each one synchronously."""
     scheduler: Scheduler = field(init=False)
 
     def __post_init__(self) -> None:
-        """Join the parts that decide."""
+        """Create the scheduler."""
         self.scheduler = Scheduler(
             self.prompts,
             slots=self.engine.slots,
@@ -86,21 +85,21 @@ class Loop:
         self.journal.ended(self.buffer)
 
     def _resume(self) -> Iterator[TrainBatch]:
-        """Finish the round that was cut; the scorer is a new one and has to be told."""
+        """Finish the interrupted round; its answers are submitted again to the new scorer."""
         self.journal.resumed(self.trainer.version)
         for ready in (*self.buffer.harvestable(), *self.buffer.partnered()):
             self.scorer.submit(ready)
         if self.environments is not None:
             for paused in self.buffer.outside():
                 self.environments.submit(paused)
-        # Without these, a round ends with its first batch; what is still ready waits for the next.
+        # Otherwise a round ends with its first batch, and other ready answers wait for the next.
         if self.overlap is not None or self.controller.schedule.splits_rollouts:
             self.scheduler.cut_batches()
         yield from self._train_ready()
         self.scheduler.end_round()
 
     def _sync_weights(self) -> None:
-        # An evaluation between two rounds has given the engine the weights already.
+        # An evaluation between two rounds may have synced the weights already.
         if {self.engine.version, self.journal.version} != {self.trainer.version}:
             self.journal.mark()
             if self.engine.version != self.trainer.version:
@@ -146,7 +145,7 @@ class Loop:
         self.scheduler.finished(trajectory)
 
     def _unfinished(self) -> Iterator[Trajectory]:
-        """Stops the engine when the first one is asked for, so that the harvest comes before."""
+        """Stops the engine when the first one is requested, after the harvest is recorded."""
         if self.scheduler.num_running:
             yield from self.engine.interrupt()
 

@@ -1,6 +1,6 @@
-"""The protocols of the loop: what a prompt source, an engine, a scorer and a trainer must offer.
+"""The protocols of the loop: prompt source, engine, scorer, environments and trainer.
 
-Any object with these methods fits; nothing has to be inherited or registered.
+Any object with these methods fits; there is nothing to inherit from or to register with.
 """
 
 from __future__ import annotations
@@ -12,88 +12,88 @@ from sortedrl.types import Prompt, Step, TrainBatch, Trajectory, Weights
 
 
 class PromptSource(Protocol):
-    """Station 1: the stream of prompts."""
+    """The stream of prompts."""
 
     @property
     def is_exhausted(self) -> bool:
         """Whether no prompt is left."""
 
     def take(self, count: int) -> Sequence[Prompt]:
-        """The next prompts, with ids that count up; fewer than `count` only at the end."""
+        """The next prompts, with ascending ids; fewer than `count` only at the end."""
 
 
 class Engine(Protocol):
-    """Station 4: writes answers, `slots` at a time.
+    """Generates answers, `slots` at a time.
 
-    Every trajectory submitted comes back exactly once: from `step` when it is complete,
-    or from `interrupt`.
+    Every submitted trajectory comes back exactly once: from `step` when it is complete, or from
+    `interrupt`.
     """
 
     @property
     def slots(self) -> int:
-        """Answers written at the same time; more may be submitted and will queue."""
+        """Answers generated at the same time; more may be submitted and are queued."""
 
     @property
     def version(self) -> int:
-        """Version of the weights it writes with."""
+        """Version of its weights."""
 
     def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
-        """Take on work, in order of priority.
+        """Queue trajectories, in order of priority.
 
-        Cached tokens sampled under other weights stand if `tolerance` is `None`.
-        Otherwise they are verified, and kept up to the first one that falls more than
-        `tolerance` nats short of the best under the present weights and the same noise.
+        Cached tokens sampled by other weights are trusted if `tolerance` is `None`. Otherwise they
+        are verified, and kept up to the first one that falls more than `tolerance` nats short of
+        the best token under the current weights and the same noise.
         """
 
     def step(self) -> Step:
-        """Work until at least one token was written or an answer is complete."""
+        """Run until at least one token was generated or an answer is complete."""
 
     def interrupt(self) -> Sequence[Trajectory]:
-        """Stop, and give back every unfinished trajectory with its tokens so far."""
+        """Stop, and return every unfinished trajectory with its tokens so far."""
 
     def load_weights(self, weights: Weights) -> None:
-        """Write with these weights from now on; only called while nothing runs."""
+        """Use these weights from now on; only called while nothing runs."""
 
 
 class Scorer(Protocol):
-    """Station 5: gives complete answers their reward, beside the rollout."""
+    """Gives complete answers their rewards, in parallel with the rollout."""
 
     def submit(self, trajectory: Trajectory) -> None:
-        """Start to score a complete answer; never waits."""
+        """Start to score a complete answer; never blocks."""
 
     def cancel(self, trajectory: Trajectory) -> None:
         """Forget an answer that will be renewed before it is trained on."""
 
     def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """Wait for these answers and give them back, in order, with their rewards."""
+        """Wait for these answers and return them, in order, with their rewards."""
 
 
 class Environments(Protocol):
-    """Station 5 for conversations: answers what the policy wrote, beside the rollout.
+    """Replies to the policy in conversations, in parallel with the rollout.
 
-    Every conversation submitted comes back exactly once from `collect`, unless it is cancelled.
-    The conversation itself says what was spoken, so an environment can be brought to any turn.
+    Every submitted conversation comes back exactly once from `collect`, unless it is cancelled.
+    A conversation contains all its turns, so an environment can be replayed to any of them.
     """
 
     @property
     def limit(self) -> int | None:
-        """Conversations that may be begun at a time; `None`: any number."""
+        """Maximum number of begun conversations; `None`: unlimited."""
 
     def submit(self, trajectory: Trajectory) -> None:
-        """Answer the last turn of a conversation; never waits."""
+        """Start to reply to the last turn of a conversation; never blocks."""
 
     def cancel(self, trajectory: Trajectory) -> None:
-        """Close the environment of a conversation whose tokens are thrown away."""
+        """Close the environment of a conversation whose tokens are discarded."""
 
     def collect(self, *, wait: bool) -> Sequence[Trajectory]:
-        """Conversations that were answered: with a reply in `given`, or with a finish reason.
+        """Conversations that got a reply (in `given`) or a finish reason.
 
         With `wait`, at least one, if any was submitted.
         """
 
 
 class Trainer(Protocol):
-    """Station 7: the only home of gradients."""
+    """Holds the optimiser; the only place with gradients."""
 
     @property
     def version(self) -> int:
@@ -102,9 +102,9 @@ class Trainer(Protocol):
     def update(self, batch: TrainBatch) -> None:
         """Train on the batch; the version goes up by one if the weights changed.
 
-        They stay as they are where the gradient is not finite, or where answers are held back
-        until they fill a batch. The batch counts as trained either way.
+        They do not change if the gradient is not finite, or while answers are held back until they
+        fill a batch. The batch counts as trained either way.
         """
 
     def weights(self) -> Weights:
-        """The present weights, for the engine."""
+        """The current weights, for the engine."""

@@ -1,7 +1,7 @@
-"""Keyed randomness: a number is a function of its key, never of what was drawn before.
+"""Keyed randomness: a number depends on its key only, not on earlier draws.
 
-So a trajectory meets the same randomness alone, in a full batch, or after a restart,
-and two strategies given the same seed are compared on the same answers.
+A trajectory therefore gets the same randomness alone, in a full batch, or after a restart, and two
+strategies with the same seed are compared on the same answers.
 """
 
 from __future__ import annotations

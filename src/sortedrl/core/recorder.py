@@ -1,7 +1,7 @@
-"""Records what the loop does: each method turns one action into its event.
+"""Records what the loop does: each method turns an action into its event.
 
-It keeps the clock, the round and the engine's token counts, so the loop contains only the flow of
-the data. Its state at an update is all that a resumed run needs to continue the log.
+It keeps the clock, the round and the engine's token counts, so that the loop contains only the data
+flow. Its state at an update is all that a resumed run needs to continue the log.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class JournalState:
 
     @classmethod
     def from_json(cls, row: Mapping[str, object]) -> JournalState:
-        """The state in a JSON object; raises `ValueError` if it is not a valid one."""
+        """Parse a JSON object; `ValueError` if it is not a valid state."""
         kinds = {f.name: type(f.default) for f in fields(cls)}
         if {name: type(value) for name, value in row.items()} != kinds:
             names = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
@@ -67,7 +67,7 @@ class FinishedUpdate:
 
     batch: TrainBatch
     version: int
-    """Of the weights, now."""
+    """Of the new weights."""
     took_seconds: float
     beside_seconds: float
     """The part of them that overlapped the rollout."""
@@ -84,7 +84,7 @@ class Journal:
     def __init__(self, record: Record, *, clock: Clock, state: JournalState | None = None) -> None:
         """Stamp events with the clock's seconds and pass them to `record`.
 
-        With the state of an earlier run, this one continues it.
+        With the state of an earlier run, continue it.
         """
         state = JournalState() if state is None else state
         if clock.seconds() < state.seconds:
@@ -105,7 +105,7 @@ class Journal:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the first event of the run was written, by this journal or before its resume."""
+        """Whether the first event was written, by this journal or before a resume."""
         return self._has_begun
 
     def state(self) -> JournalState:
@@ -211,7 +211,7 @@ class Journal:
         )
 
     def replied(self, trajectory: Trajectory, *, outside: int) -> None:
-        """The environment of a conversation answered."""
+        """The environment of a conversation replied."""
         self._record(
             Reply(
                 seconds=self._seconds(),
@@ -270,7 +270,7 @@ class Journal:
         )
 
     def overlapped(self, update: FinishedUpdate) -> None:
-        """The update that overlapped the rollout is done."""
+        """The overlapped update is complete."""
         self._record(
             Landed(
                 seconds=self._seconds(),
@@ -282,7 +282,7 @@ class Journal:
         )
 
     def scored(self, trajectories: Sequence[Trajectory]) -> None:
-        """The answers of an update are scored; without any reward, no event is written."""
+        """The answers of an update are scored; no event is written if none has a reward."""
         if all(t.reward is None and t.scoring is None for t in trajectories):
             return
         now = self._seconds()
@@ -310,7 +310,7 @@ class Journal:
         )
 
     def ended(self, buffer: Buffer) -> None:
-        """Everything is trained."""
+        """All prompts are trained."""
         self._record(End(seconds=self._seconds(), rounds=self.round, trained=buffer.num_trained))
 
 

@@ -1,7 +1,7 @@
 """The scheduler alone: what to start, when to harvest, what to train on.
 
-It joins buffer, controller and journal, and calls neither an engine nor a trainer. `Loop` drives
-it with ours. Around an engine and a trainer of your own, a whole run is
+It connects buffer, controller and journal, and calls neither an engine nor a trainer; `Loop` drives
+it. With your own engine and trainer, a whole run is
 
     while not scheduler.done:
         while not scheduler.should_harvest:
@@ -13,10 +13,10 @@ it with ours. Around an engine and a trainer of your own, a whole run is
             train(batch.trajectories)
             scheduler.weights_changed()
 
-Invariant: a trajectory that `to_start` gave comes back exactly once, through `finished`, `paused`
-or `interrupted`; a paused conversation, which holds no slot, comes back through `replied` or
-`finished`; and each belongs to exactly one batch, which counts as trained only when the caller says
-so. Between two batches nothing runs, and buffer and journal can be saved.
+Invariant: every trajectory returned by `to_start` comes back exactly once, through `finished`,
+`paused` or `interrupted`; a paused conversation, which holds no slot, comes back through `replied`
+or `finished`; and each belongs to exactly one batch, which counts as trained only when the caller
+says so. Between two batches nothing runs, and buffer and journal can be saved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sortedrl.core.events import Event, Record
 from sortedrl.core.files import write_whole
 from sortedrl.core.protocols import PromptSource
 from sortedrl.core.recorder import Journal, JournalState
-from sortedrl.core.strategies import Plan
+from sortedrl.core.strategies import RoundPlan
 from sortedrl.errors import BufferStateError, ConfigError, DataError
 from sortedrl.types import Key, Prompt, TrainBatch, Trajectory
 
@@ -46,7 +46,7 @@ _NOTHING = object()
 
 
 class Scheduler:
-    """Takes the decisions of a run, and holds every trajectory until it is trained."""
+    """Makes the decisions of a run, and holds every trajectory until it is trained."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Scheduler:
         version: int | None = None,
         max_begun: int | None = None,
     ) -> None:
-        """Schedule `prompts` over `slots`; a resumed run gives buffer, journal and version.
+        """Schedule `prompts` over `slots`; a resumed run passes buffer, journal and version.
 
         Prompts are texts, lists of token ids, dicts or `Prompt`s, from any iterable: see
         `PromptQueue`.
@@ -76,10 +76,10 @@ class Scheduler:
         self.buffer = Buffer(unit_size=self.schedule.unit_size) if buffer is None else buffer
         self.journal = Journal(_ignore, clock=WallClock()) if journal is None else journal
         self.version = self.journal.version if version is None else version
-        """The version of the weights that trajectories are written with."""
+        """The version of the weights that sample new tokens."""
         self._seed = seed
         self._max_begun = max_begun
-        self._plan: Plan | None = None
+        self._plan: RoundPlan | None = None
         self._is_rollout = False
         self._batches: deque[list[Key]] = deque()
         self._batch: TrainBatch | None = None
@@ -87,7 +87,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a prompt is left that is not trained."""
+        """Whether any prompt is not trained yet."""
         return self.buffer.oldest_open_group is not None or not self.prompts.is_exhausted
 
     @property
@@ -97,12 +97,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Trajectories that were started and did not come back yet."""
+        """Trajectories that were started and have not come back yet."""
         return self.buffer.num_running
 
     @property
     def num_outside(self) -> int:
-        """Conversations that were paused and are not answered yet."""
+        """Conversations that were paused and have no reply yet."""
         return self.buffer.num_outside
 
     @property
@@ -115,18 +115,18 @@ class Scheduler:
         )
 
     def begin(self, *, version: int) -> None:
-        """Begin the log of a run whose engine has weights of this version."""
+        """Start the log of a run whose engine has weights of this version."""
         self.version = version
         self.journal.began(self.schedule, slots=self.slots, seed=self._seed, version=version)
 
     def begin_round(self, *, version: int | None = None) -> list[Trajectory]:
-        """Open a round with weights of this version; gives the complete answers they make stale.
+        """Start a round with weights of this version; returns the complete answers they make stale.
 
-        Those go back to waiting, to be written or verified again. Called by itself when the first
-        question of a round is asked.
+        Those go back to waiting, to be resampled or verified. Called implicitly by the first
+        `should_harvest` or `to_start` of a round.
         """
         if self._batches or self._batch is not None:
-            raise BufferStateError("the last round has batches left; train on them first")
+            raise BufferStateError("the previous round has batches left; train on them first")
         if self._progress is not None:
             self.end_round()
         self.version = self.version if version is None else version
@@ -157,7 +157,7 @@ class Scheduler:
         return started
 
     def paused(self, trajectory: Trajectory) -> None:
-        """A turn is complete: the conversation leaves its slot, and waits for its environment."""
+        """A turn is complete: the conversation leaves its slot and waits for its environment."""
         before = self.buffer.pause(trajectory)
         self.journal.paused(
             before,
@@ -167,7 +167,7 @@ class Scheduler:
         )
 
     def replied(self, trajectory: Trajectory) -> None:
-        """The environment answered: the reply is in `given`, and a slot is needed again."""
+        """The environment replied (in `given`); the conversation needs a slot again."""
         self.buffer.reply(trajectory)
         self.journal.replied(trajectory, outside=self.buffer.num_outside)
 
@@ -177,9 +177,9 @@ class Scheduler:
         self.journal.finished(before, trajectory, running=self.buffer.num_running)
 
     def interrupted(self, trajectories: Iterable[Trajectory] = ()) -> list[Trajectory]:
-        """The rollout of this round is over; these were running, and come with their tokens.
+        """End the rollout of this round; `trajectories` were running, with their tokens so far.
 
-        Gives the conversations that are called back from outside, because the next weights make
+        Returns the conversations that are recalled from outside, because the next weights make
         their tokens stale: their environments are no longer needed.
         """
         self.journal.harvested(self.buffer)
@@ -187,8 +187,8 @@ class Scheduler:
             self._put_back(stopped)
         if self.buffer.num_running:
             raise BufferStateError(
-                f"{self.buffer.num_running} trajectories that were started are still missing at "
-                "the end of the rollout; give every unfinished one to interrupted()"
+                f"{self.buffer.num_running} started trajectories are missing at the end of the "
+                "rollout; pass every unfinished one to interrupted()"
             )
         self.cut_batches()
         recalled = [t for t in self.buffer.outside() if self._is_recalled(t)]
@@ -197,7 +197,7 @@ class Scheduler:
         return recalled
 
     def _is_recalled(self, paused: Trajectory) -> bool:
-        """Whether the updates of this round make the tokens of a conversation outside stale."""
+        """Whether the updates of this round make the tokens of an outside conversation stale."""
         if self.schedule.never_interrupts:
             return False
         if not self.schedule.keeps_stale_tokens:
@@ -211,12 +211,12 @@ class Scheduler:
         self.journal.interrupted(before, stopped, after, running=self.buffer.num_running)
 
     def cut_batches(self) -> None:
-        """Cut what is ready into the update batches of this round."""
+        """Split the ready trajectories into the update batches of this round."""
         self._is_rollout = False
         self._batches.extend(self.controller.batches(self.buffer))
 
     def batch(self) -> TrainBatch | None:
-        """The next update batch of this round, or `None` when there is no further one."""
+        """The next update batch of this round, or `None` after the last one."""
         if self._is_rollout or self._batch is not None:
             missing = "interrupted()" if self._is_rollout else "weights_changed()"
             raise BufferStateError(f"batch() comes after {missing}, which was not called")
@@ -228,25 +228,25 @@ class Scheduler:
         return self._batch
 
     def trained(self, batch: TrainBatch) -> None:
-        """This batch, the last one that was given, is trained."""
+        """The batch returned last is trained."""
         taken = self.buffer.take([t.key for t in batch.trajectories])
         closed = {t.group for t in taken if not self.buffer.is_open(t.group)}
         self.journal.updated(batch, closed=sorted(closed))
         self._batch = None
 
     def weights_changed(self) -> None:
-        """The update on the last batch is done, and the engine has the new weights."""
+        """The update on the last batch is complete, and the engine has the new weights."""
         if self._batch is None:
             raise BufferStateError("weights_changed() comes after batch(), which was not called")
         self.trained(self._batch)
         self.version += 1
 
     def state(self) -> dict[str, object]:
-        """Where the run stands, as JSON, but for the trajectories; only between two batches."""
+        """The state of the run except trajectories, as JSON; only between two batches."""
         if self._is_rollout or self._batch is not None:
             raise BufferStateError(
-                "a scheduler is saved between two batches: after weights_changed(), and before "
-                "the next to_start()"
+                "a scheduler can only be saved between two batches: after weights_changed() and "
+                "before the next to_start()"
             )
         position = self.prompts.position if isinstance(self.prompts, PromptQueue) else None
         return {
@@ -259,7 +259,7 @@ class Scheduler:
         }
 
     def save(self, folder: str | Path) -> None:
-        """Write the state and all trajectories into a folder; see `load`."""
+        """Write the state and all trajectories to a folder; see `load`."""
         state, path = self.state(), Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         save_buffer(self.buffer.state(), path / _BUFFER)
@@ -274,15 +274,15 @@ class Scheduler:
         slots: int,
         record: Record | None = None,
     ) -> Scheduler:
-        """The scheduler that was saved, over the same prompts, which are read on from its place.
+        """Load a saved scheduler; `prompts` must be the same and are skipped up to its position.
 
-        What was trained stays trained; what was only begun continues.
+        Trained prompts stay trained, and begun ones continue.
         """
         path = Path(folder)
         try:
             state = json.loads((path / _STATE).read_bytes())
         except (OSError, ValueError) as error:
-            raise DataError(path, f"holds no saved scheduler ({error}); check the path") from error
+            raise DataError(path, f"has no saved scheduler ({error}); check the path") from error
         journal_state = JournalState.from_json(state["journal"])
         scheduler = cls(
             PromptQueue(prompts, position=state["position"] or 0),
@@ -303,9 +303,9 @@ class Scheduler:
         return scheduler
 
     def end_round(self) -> None:
-        """Close the round; a round that moved nothing would repeat for ever, and is refused."""
+        """Close the round; a round without any progress would repeat for ever, and is refused."""
         if self._progress == self._progress_now():
-            raise BufferStateError(f"round {self.journal.round} moved nothing; the run would hang")
+            raise BufferStateError(f"round {self.journal.round} made no progress and would repeat")
         self._progress = None
         self.journal.round += 1
 
@@ -325,7 +325,7 @@ class Scheduler:
                 stale.append(ready)
         return stale
 
-    def _feed(self, plan: Plan) -> list[Trajectory]:
+    def _feed(self, plan: RoundPlan) -> list[Trajectory]:
         started = self._start(plan)
         while count := self.controller.prompts_to_load(
             self.buffer, plan, free_slots=self._free_slots
@@ -348,7 +348,7 @@ class Scheduler:
     def _free_slots(self) -> int:
         return self.slots - self.buffer.num_running
 
-    def _start(self, plan: Plan) -> list[Trajectory]:
+    def _start(self, plan: RoundPlan) -> list[Trajectory]:
         mode, running = self.controller.mode, self.buffer.num_running
         count = self.controller.to_start(self.buffer, plan, free_slots=self._free_slots)
         waited = self.buffer.start(count, feed=plan.feed, max_begun=self._max_begun)
@@ -360,16 +360,16 @@ class Scheduler:
 
 
 class PromptQueue:
-    """A `PromptSource` over any iterable, read one ahead; `position` is how many were taken.
+    """A `PromptSource` over any iterable; `position` counts the prompts taken.
 
     text        fields {"prompt": text}
     token ids   tokens
     dict        fields, with "tokens" as the tokens where it has them
-    Prompt      as it is, with the number of its place as its id
+    Prompt      unchanged, except that its id is its position
     """
 
     def __init__(self, prompts: Iterable[object], *, position: int = 0) -> None:
-        """Go on at `position`; what comes before it is read and left out."""
+        """Skip to `position`."""
         if isinstance(prompts, str | Mapping):
             raise ConfigError(f"prompts must be a list of prompts, got one: {prompts!r:.80}")
         self._rest = iter(prompts)
@@ -384,7 +384,7 @@ class PromptQueue:
         return self._next is _NOTHING
 
     def take(self, count: int) -> Sequence[Prompt]:
-        """The next prompts, with ids that count up; fewer than `count` only at the end."""
+        """The next prompts, with ascending ids; fewer than `count` only at the end."""
         taken: list[Prompt] = []
         while len(taken) < count and not self.is_exhausted:
             taken.append(_prompt(self._next, self.position))
@@ -409,4 +409,4 @@ def _prompt(given: object, number: int) -> Prompt:
 
 
 def _ignore(event: Event) -> None:
-    """A record that keeps nothing."""
+    """A record that discards events."""

@@ -1,7 +1,7 @@
-"""The rules of the schedulers: one small object per strategy.
+"""The scheduling strategies: one small object each.
 
-A strategy is asked at the start of each round for a `Plan`, during the round how many prompts to
-load, and after the harvest how to cut the ready trajectories into update batches.
+A strategy is asked for a `Plan` at the start of each round, for the number of prompts to load
+during the round, and after the harvest for the update batches.
 It reads the buffer's counts and changes nothing.
 """
 
@@ -22,23 +22,23 @@ _ORDER_KEY = 0x6F72646572
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RoundPlan:
     """The rules of one round."""
 
     feed: Feed = Feed.OLDEST_FIRST
     target: int | None = None
-    """Harvest when that many are harvestable; `None`: when nothing is left to run."""
+    """Harvest when this many are harvestable; `None`: when nothing is left to run."""
     limit: int | None = None
-    """Trajectories running or harvestable at once; `None`: as many as there are slots for."""
+    """Maximum of running and harvestable trajectories; `None`: as many as there are slots."""
 
 
 class Strategy(Protocol):
     """The rules of one scheduler."""
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
-        """The rules of the round that starts now."""
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
+        """The plan of the round that starts now."""
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
         """Prompts to load now that a slot is free; 0 for none."""
 
     def loads_after_update(self, buffer: Buffer) -> bool:
@@ -50,54 +50,55 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """One update batch of prompts at a time; the update waits for the longest answer."""
+    """Rolls out one update batch of prompts at a time; the update waits for the longest answer."""
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
-        """Run everything loaded to its end."""
-        return Plan()
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
+        """Run everything to completion."""
+        return RoundPlan()
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
-        """One update batch, when the last one is trained."""
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
+        """One update batch, once the last one is trained."""
         if buffer.oldest_open_group is not None:
             return 0
         return math.ceil(self.schedule.update_batch / self.schedule.samples_per_prompt)
 
     def loads_after_update(self, buffer: Buffer) -> bool:
-        """Never before everything is trained."""
+        """Never: everything must be trained first."""
         return buffer.num_unfinished == 0
 
     def batches(self, ready: list[Trajectory]) -> list[list[Key]]:
-        """Everything at once, in the order of the data set."""
+        """Everything as one batch, in the order of the data."""
         return [sorted(t.key for t in ready)]
 
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """A whole group is rolled out to its end, and then split into updates.
+    """Rolls out a whole group, and then splits it into updates.
 
-    Each unit (an answer, or a prompt's answers) goes to a random mini-batch; `is_sorted` orders
-    the units by length instead. The two differ in nothing else, so they tell order from freshness.
+    Units (an answer, or all answers to a prompt) go to random mini-batches; with `is_sorted`, they
+    are ordered by length instead. The two differ in nothing else, which separates order from
+    freshness.
     """
 
     schedule: Schedule
     is_sorted: bool
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
-        """Run everything loaded to its end."""
-        return Plan()
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
+        """Run everything to completion."""
+        return RoundPlan()
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
-        """A group, when the last one is trained."""
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
+        """A group, once the last one is trained."""
         return 0 if buffer.oldest_open_group is not None else self.schedule.group_prompts
 
     def loads_after_update(self, buffer: Buffer) -> bool:
-        """Never before everything is trained."""
+        """Never: everything must be trained first."""
         return buffer.num_unfinished == 0
 
     def batches(self, ready: list[Trajectory]) -> list[list[Key]]:
-        """The units cut into updates; unless batches are exact, a small rest joins the last."""
+        """Units split into updates; unless batches are exact, a small rest joins the last one."""
         units = units_of(ready, self.schedule)
         batches: list[list[Key]] = [[]]
         left = len(ready)
@@ -115,27 +116,27 @@ class Sorted:
     """The paper's scheduler: full slots, early harvest, grouped loading.
 
     Answers finish shortest first, so update batches run from short to long inside a group.
-    Free slots are lent to `lookahead` groups after the oldest open one.
+    Idle slots are lent to `lookahead` groups after the oldest open one.
     """
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
         """Harvest as soon as an update batch is complete."""
-        return Plan(target=self.schedule.update_batch)
+        return RoundPlan(target=self.schedule.update_batch)
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
-        """The next group, when nothing waits and it is near enough to the oldest open one."""
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
+        """The next group, if nothing waits and it is within `lookahead` of the oldest open one."""
         if buffer.num_waiting or not self._is_near(buffer, buffer.oldest_open_group):
             return 0
         return self.schedule.group_prompts
 
     def loads_after_update(self, buffer: Buffer) -> bool:
-        """Whether the next group will be near enough to the oldest one then open."""
+        """Whether the next group will be within `lookahead` of the oldest one then open."""
         return self._is_near(buffer, buffer.oldest_unfinished_group)
 
     def batches(self, ready: list[Trajectory]) -> list[list[Key]]:
-        """Everything ready is one update, shortest first."""
+        """Everything ready as one update, shortest first."""
         return [_shortest_first(ready)]
 
     def _is_near(self, buffer: Buffer, oldest: int | None) -> bool:
@@ -148,12 +149,12 @@ class Ungrouped:
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
         """Only fresh prompts while there are any; harvest as soon as a batch is complete."""
         feed = Feed.OLDEST_FIRST if is_exhausted else Feed.FRESH_ONLY
-        return Plan(feed=feed, target=self.schedule.update_batch)
+        return RoundPlan(feed=feed, target=self.schedule.update_batch)
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
         """More prompts whenever no fresh one waits."""
         return 0 if buffer.num_fresh else self.schedule.group_prompts
 
@@ -162,33 +163,33 @@ class Ungrouped:
         return True
 
     def batches(self, ready: list[Trajectory]) -> list[list[Key]]:
-        """Everything ready is one update, shortest first."""
+        """Everything ready as one update, shortest first."""
         return [_shortest_first(ready)]
 
 
 @dataclass(frozen=True, slots=True)
 class TailBatching:
-    """Launch too many, train on the first to finish, collect the rest for long rounds.
+    """Launches extra answers, trains on the first to finish, batches the rest in long rounds.
 
     A short round runs fresh prompts only. When the returned ones fill an update batch, a long
-    round runs just those to their end.
+    round runs only those, to completion.
     """
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
-        """A long round when it is due, a short one otherwise."""
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
+        """A long round when it is due, otherwise a short one."""
         batch = _whole_units(self.schedule, self.schedule.update_batch)
         if buffer.num_returned >= batch:
-            return Plan(feed=Feed.RETURNED_ONLY, limit=batch)
-        return Plan(
+            return RoundPlan(feed=Feed.RETURNED_ONLY, limit=batch)
+        return RoundPlan(
             feed=Feed.FRESH_ONLY,
             target=self.schedule.update_batch,
             limit=_launched(self.schedule),
         )
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
-        """What is missing to the launch of a short round."""
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
+        """The prompts missing from the launch of a short round."""
         if plan.feed is not Feed.FRESH_ONLY:
             return 0
         return _missing_prompts(self.schedule, buffer, plan, waiting=buffer.num_fresh)
@@ -198,22 +199,22 @@ class TailBatching:
         return True
 
     def batches(self, ready: list[Trajectory]) -> list[list[Key]]:
-        """Everything ready is one update, shortest first."""
+        """Everything ready as one update, shortest first."""
         return [_shortest_first(ready)]
 
 
 @dataclass(frozen=True, slots=True)
 class April:
-    """Launch too many, train on the first to finish, resume the rest first in the next round."""
+    """Launches extra answers, trains on the first to finish, resumes the rest in the next round."""
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
         """Harvest as soon as an update batch is complete."""
-        return Plan(target=self.schedule.update_batch, limit=_launched(self.schedule))
+        return RoundPlan(target=self.schedule.update_batch, limit=_launched(self.schedule))
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
-        """What is missing to the launch of a round."""
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
+        """The prompts missing from the launch of a round."""
         return _missing_prompts(self.schedule, buffer, plan, waiting=buffer.num_waiting)
 
     def loads_after_update(self, buffer: Buffer) -> bool:
@@ -221,12 +222,12 @@ class April:
         return True
 
     def batches(self, ready: list[Trajectory]) -> list[list[Key]]:
-        """Everything ready is one update, shortest first."""
+        """Everything ready as one update, shortest first."""
         return [_shortest_first(ready)]
 
 
 def strategy_for(schedule: Schedule) -> Strategy:
-    """The strategy a schedule names."""
+    """The strategy of a schedule."""
     strategies: dict[StrategyName, Callable[[Schedule], Strategy]] = {
         "sync": Sync,
         "minibatch": partial(MiniBatch, is_sorted=False),
@@ -257,7 +258,7 @@ def _mean_length(unit: list[Trajectory]) -> float:
 
 
 def _noise(unit: list[Trajectory]) -> int:
-    """A place in a random order that only the seed of the run decides."""
+    """A random sort key that depends only on the seed of the run."""
     return mix(unit[0].seed, *unit[0].key, _ORDER_KEY)
 
 
@@ -269,7 +270,7 @@ def _launched(schedule: Schedule) -> int:
     return _whole_units(schedule, schedule.over_launch * schedule.update_batch)
 
 
-def _missing_prompts(schedule: Schedule, buffer: Buffer, plan: Plan, *, waiting: int) -> int:
+def _missing_prompts(schedule: Schedule, buffer: Buffer, plan: RoundPlan, *, waiting: int) -> int:
     if plan.limit is None:
         return 0
     active = buffer.num_running + buffer.num_outside

@@ -1,1 +1,1 @@
-"""What a model is trained and evaluated on: tasks with their rewards, rows, the prompt stream."""
+"""Training and evaluation data: tasks with their rewards, rows, and the prompt stream."""

@@ -11,9 +11,8 @@ owner/name        a data set of the user by its hub name, or its folder: split=t
 If a spec names no split, training uses train and evaluation uses test. A set without that split is
 refused, so that nobody trains on test rows by accident.
 
-Held-out rows must not overlap the training rows, so rows are compared by their questions: white
-space, system message and appended instruction do not matter, and a puzzle is the same under other
-names.
+Held-out rows must not overlap the training rows. Rows are compared by their questions, ignoring
+white space, system message and appended instruction, and the names of people in puzzles.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedRows:
     """Rows of two tasks with the same question: their indices in each, from 0."""
 
     trained: frozenset[int]
     asked: tuple[int, ...]
 
 
-def shared_rows(trained: Sequence[Row], asked: Sequence[Row]) -> Shared:
+def shared_rows(trained: Sequence[Row], asked: Sequence[Row]) -> SharedRows:
     """The training rows that also occur in an evaluation, and vice versa."""
     places: dict[str, list[int]] = {}
     for number, row in enumerate(trained):
@@ -67,7 +66,7 @@ def shared_rows(trained: Sequence[Row], asked: Sequence[Row]) -> Shared:
         if twins:
             again.append(number)
             found.update(twins)
-    return Shared(frozenset(found), tuple(again))
+    return SharedRows(frozenset(found), tuple(again))
 
 
 def _keys(row: Row) -> Iterator[str]:
@@ -119,7 +118,7 @@ class PublishedSettings:
     path: Path
     """A file, or a folder with files at any depth."""
     split: Split | None = None
-    """In a folder, skip the files whose names begin with the other split."""
+    """In a folder, skip files whose names start with another split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +126,9 @@ class HubSettings:
     """A data set of the `datasets` library."""
 
     split: str = "train"
-    """Which part of it."""
+    """The split to load."""
     subset: str | None = None
-    """Which of its variants."""
+    """The subset to load."""
 
 
 def open_task(
@@ -141,13 +140,13 @@ def open_task(
     data: DataSettings | None = None,
     advance: Callable[[float], None] | None = None,
 ) -> Task:
-    """The task of a spec.
+    """Open the task of a spec.
 
-    `split` is used if the spec names none, and refused if the set does not have it; without either
-    it is `train` if there is one. `folder` holds the files of the maths sets and of the published
+    `split` is used if the spec names none, and refused if the set does not have it; by default it
+    is `train` if there is one. `folder` has the files of the maths sets and of the published
     puzzles. `reward` replaces the reward of the task; rows of the user need one. `data` names the
-    columns of the user's rows, and a system message for all prompts. If generating rows is slow,
-    `advance` receives the share that is done.
+    columns of the user's rows, and a system message for all prompts. `advance` receives the share
+    of the rows that are generated.
     """
     require(is_utf8(spec), f"a task must be written in UTF-8, got {spec!a}; rename the file")
     data = data if data is not None else DataSettings()
@@ -172,7 +171,7 @@ def reward_from(address: str) -> RewardSource:
     if address.startswith(OBJECT):
         raise ConfigError(
             f"the reward of this run was the Python object {address.removeprefix(OBJECT)!r}, which "
-            "only the process that made it has; in Python, give it again: "
+            "exists only in the process that created it; in Python, pass it again: "
             "sortedrl.Run(FOLDER, reward=...).resume()"
         )
     if ":" not in address and not address.endswith(".py"):

@@ -1,14 +1,14 @@
 """A puzzle: one statement per person, its solutions, and a key that is the same under other names.
 
-Everything here is frozen and can be compared and hashed.
+All types are frozen, comparable and hashable.
 `Puzzle.text` and `parse_puzzle` are inverse to each other; the text is that of the published sets:
 
     (('lying', 1), ('and', ('telling-truth', 0), ('not', ('telling-truth', 1))))
 
 Solutions come from sets of assignments kept as the bits of one integer. Person `i` is a knave
+Solutions come from sets of assignments stored as the bits of one integer. Person `i` is a knave
 exactly if bit `i` of the number of an assignment is set, so number 0 makes everyone a knight and
 person 0 changes fastest. A statement is the set of the numbers under which it is true, so `and` is
-`&` and `or` is `|`.
 
 Two puzzles have the same canonical key exactly if renaming and reordering the people, and
 reordering the parts of `and`, `or` and `<=>`, turns one into the other. People are coloured by what
@@ -35,7 +35,7 @@ Assignment = tuple[bool, ...]
 """For each person, whether they are a knight."""
 
 MAX_DEPTH = 32
-"""Nesting beyond this is refused when text is read, so that no walk over a statement overflows."""
+"""Deeper nesting is refused in parsed text, so that recursion over a statement cannot overflow."""
 
 _CONNECTIVES = get_args(Connective)
 
@@ -85,14 +85,14 @@ class Puzzle:
     statements: tuple[Statement, ...]
 
     def __post_init__(self) -> None:
-        """Refuse statements about people who are not there."""
+        """Refuse statements about unknown people."""
         if not self.statements:
             raise ValueError("a puzzle needs at least one person, got no statement")
         for speaker, statement in enumerate(self.statements):
             for person in mentioned(statement):
                 if not 0 <= person < self.people:
                     raise ValueError(
-                        f"people are numbered 0..{self.people - 1} (one for each statement), but "
+                        f"people are numbered 0..{self.people - 1} (one per statement), but "
                         f"person {speaker} speaks of person {person}"
                     )
 
@@ -103,7 +103,7 @@ class Puzzle:
 
     @property
     def text(self) -> str:
-        """The statements as the published sets write them."""
+        """The statements in the format of the published sets."""
         return repr(tuple(_as_tuple(statement) for statement in self.statements))
 
 
@@ -133,7 +133,7 @@ def mentioned(statement: Statement) -> frozenset[int]:
 
 
 def parse_puzzle(text: str) -> Puzzle:
-    """The puzzle written as in the published sets; a `ValueError` says what is wrong with it."""
+    """Parse the format of the published sets; a `ValueError` says what is wrong."""
     try:
         value = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
@@ -195,13 +195,13 @@ def truth_set(statement: Statement, people: int) -> int:
 
 
 def fitting_set(puzzle: Puzzle, speaker: int) -> int:
-    """The assignments under which one speaker's words fit their role: both true, or neither."""
+    """The assignments under which a speaker's statement fits their role: both true, or neither."""
     truth = truth_set(puzzle.statements[speaker], puzzle.people)
     return everything(puzzle.people) ^ knight_sets(puzzle.people)[speaker] ^ truth
 
 
 def consistent_set(puzzle: Puzzle) -> int:
-    """The assignments under which everyone's words fit their role."""
+    """The assignments under which everyone's statement fits their role."""
     left = everything(puzzle.people)
     for speaker in range(puzzle.people):
         left &= fitting_set(puzzle, speaker)
@@ -264,7 +264,7 @@ def canonical_key(puzzle: Puzzle) -> str:
 
 
 def split_of_key(key: str, test_share: float) -> Split:
-    """The same, for a key already at hand."""
+    """The split of a canonical key."""
     require_share(test_share)
     digest = blake2b(key.encode(), digest_size=8).digest()
     return "test" if int.from_bytes(digest) < test_share * 2**64 else "train"
@@ -280,7 +280,7 @@ def require_share(test_share: float) -> None:
 
 
 class _Search:
-    """The ways to put the people of a puzzle in order that colours cannot tell apart."""
+    """Searches the orders of people that colours cannot distinguish."""
 
     def __init__(self, puzzle: Puzzle) -> None:
         self._statements = puzzle.statements
@@ -291,7 +291,7 @@ class _Search:
         ]
 
     def leaves(self, colours: list[int]) -> Iterator[list[int]]:
-        """Colours that differ for everyone: places 0, 1, ... for the people."""
+        """Colours that differ for everyone: positions 0, 1, ... for the people."""
         colours = self._settled(colours)
         shared = _first_shared(colours)
         if shared is None:
@@ -314,7 +314,7 @@ class _Search:
         return ";".join(texts)
 
     def _settled(self, colours: list[int]) -> list[int]:
-        """The colours refined until another round tells no more people apart."""
+        """Refine the colours until another round distinguishes no more people."""
         num_colours = 0
         while True:
             looks = [self._looks(person, colours) for person in range(len(colours))]
@@ -325,7 +325,7 @@ class _Search:
             num_colours = len(ranks)
 
     def _looks(self, person: int, colours: list[int]) -> tuple[int, str, tuple[str, ...]]:
-        """What tells a person apart: their colour, what they say, what is said of them."""
+        """The features that distinguish a person: colour, own statement, statements about them."""
         labels = [str(colour) for colour in colours]
         labels[person] = "*"
         heard = sorted(
@@ -335,7 +335,7 @@ class _Search:
         return colours[person], _text(self._statements[person], labels), tuple(heard)
 
     def _interchangeable(self, one: int, other: int) -> bool:
-        """Whether the puzzle stays the same when these two change places."""
+        """Whether swapping these two leaves the puzzle unchanged."""
         places = list(range(len(self._statements)))
         before = self.text(places)
         places[one], places[other] = other, one

@@ -1,13 +1,13 @@
-"""Rows of Knights and Knaves: drawn from a seed, or from published Parquet files.
+"""Rows of Knights and Knaves: generated from a seed, or read from published Parquet files.
 
 Generated rows cycle through the numbers of people, so every range of rows is spread evenly over the
 levels. The same settings give the same rows, and rows of `train` and `test` never share a puzzle,
 not even under other names, for any seeds and counts.
 
-A puzzle is drawn solution first, then a form for each speaker, then statements of that form until
-one fits the speaker's role: so knights and knaves, and their forms, are about equally frequent.
-Every puzzle has exactly one solution. No two of one call share a canonical key, and the first
-puzzles of a longer call are those of a shorter one.
+A puzzle is sampled solution first, then a form for each speaker, then statements of that form until
+one fits the speaker's role, so knights and knaves, and the forms, are about equally frequent.
+Every puzzle has exactly one solution. Puzzles of one call have different canonical keys, and a
+longer call starts with the puzzles of a shorter one.
 
 The prompt of a published row is made from its column `quiz`; ready-made prompts in the file are
 ignored. Every row is checked: its solution must be the only one of its statements.
@@ -59,7 +59,7 @@ from sortedrl.data.rows import Record, Row, read_records
 from sortedrl.errors import ConfigError, DataError, unknown_name
 
 Form = Literal["claim", "not", "and", "or", "->", "<=>"]
-"""How a statement starts: a plain claim about one person, or a connective."""
+"""The top of a statement: a claim about one person, or a connective."""
 
 FORMS: tuple[Form, ...] = get_args(Form)
 MIN_PEOPLE, MAX_PEOPLE, MAX_WIDTH, MAX_DEPTH = 2, 8, 8, 4
@@ -70,15 +70,15 @@ _FRUITLESS_TRIES = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What statements look like."""
+class StatementShape:
+    """The forms and sizes of statements."""
 
     forms: tuple[Form, ...] = FORMS
     """Allowed forms of statements and their parts; claims inside others are always allowed."""
     width: int = 2
-    """Most parts of an and, and of an or."""
+    """Maximum number of parts of an and, and of an or."""
     depth: int = 1
-    """Most connectives on the way down to a claim: 1 joins claims, 2 joins such joins."""
+    """Maximum depth of connectives: 1 joins claims, 2 joins such joins."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -99,13 +99,13 @@ def generate(
     people: int,
     count: int,
     *,
-    shape: Shape | None = None,
+    shape: StatementShape | None = None,
     seed: int = 0,
     split: Split = "train",
     test_share: float = 0.1,
     advance: Callable[[], None] | None = None,
 ) -> list[Puzzle]:
-    """`count` different puzzles; raises `ConfigError` if there are not so many.
+    """`count` different puzzles; raises `ConfigError` if there are too few.
 
     `advance` is called for each.
     """
@@ -114,15 +114,15 @@ def generate(
         f"knights.people must lie in {MIN_PEOPLE}..{MAX_PEOPLE}, got {people}",
     )
     require_share(test_share)
-    draw = _Draw(random.Random(mix(seed, people)), shape or Shape(), people)
+    draw = _Draw(random.Random(mix(seed, people)), shape or StatementShape(), people)
     found: list[Puzzle] = []
     keys: set[str] = set()
     tries = fruitless = 0
     while len(found) < count:
-        # The more are known, the longer it takes to find one of the few that are left.
+        # The more are known, the longer it takes to find a new one.
         if fruitless > _FRUITLESS_TRIES + 20 * len(keys):
             raise ConfigError(
-                f"{count} different {split} puzzles with {people} people were asked for, but only "
+                f"{count} different {split} puzzles with {people} people were requested, but only "
                 f"{len(found)} were found in {tries} tries; lower knights.count, or allow more "
                 "people, forms, width or depth"
             )
@@ -144,12 +144,12 @@ def generate(
 
 
 class _Draw:
-    """Draws puzzles; of the generator's methods only `random` is used.
+    """Samples puzzles; of the generator's methods only `random` is used.
 
-    Its other methods may differ between Python versions.
+    The others may differ between Python versions.
     """
 
-    def __init__(self, generator: random.Random, shape: Shape, people: int) -> None:
+    def __init__(self, generator: random.Random, shape: StatementShape, people: int) -> None:
         self._random = generator.random
         self._shape = shape
         self._people = people
@@ -211,7 +211,7 @@ class _Draw:
 
 
 def _says_something(statement: Statement, truth: int, speaker: int, people: int) -> bool:
-    """Whether the statement has information, and no part of it is redundant."""
+    """Whether the statement is informative, and no part of it is redundant."""
     own = knight_sets(people)[speaker]
     if truth == own or truth == everything(people) ^ own:
         return False
@@ -261,9 +261,9 @@ class KnightsSettings:
     """Generated Knights-and-Knaves puzzles."""
 
     people: tuple[int, int] = (3, 7)
-    """Fewest and most people of a puzzle, 2 to 8; the number is the level of the row."""
+    """Minimum and maximum number of people, 2 to 8; the number is the level of the row."""
     count: int = 1000
-    """Puzzles in all, spread evenly over the numbers of people."""
+    """Total number of puzzles, spread evenly over the numbers of people."""
     seed: int = 0
     """Seed of the puzzles."""
     split: Split = "train"
@@ -273,9 +273,9 @@ class KnightsSettings:
     forms: tuple[Form, ...] = FORMS
     """Forms of statements: a plain claim about one person, or claims joined by a connective."""
     width: int = 2
-    """Most parts of an and, and of an or."""
+    """Maximum number of parts of an and, and of an or."""
     depth: int = 1
-    """Most connectives on the way down to a claim: 1 joins claims, 2 joins such joins."""
+    """Maximum depth of connectives: 1 joins claims, 2 joins such joins."""
     style: Style = "words"
     """words: English sentences and a chat prompt.
     compact: a few symbols, for a tiny model trained from scratch."""
@@ -283,7 +283,7 @@ class KnightsSettings:
     """Style compact only: probability that a worked response gives up after a failed try and
     answers wrongly. A model that imitates such responses can improve by rewards."""
     roles: tuple[str, str] = ("knight", "knave")
-    """The words for those who tell the truth and those who lie; style words only."""
+    """Style words: the nouns for those who tell the truth and those who lie."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -314,15 +314,15 @@ class KnightsSettings:
         _ = self.shape, Roles(*self.roles)
 
     @property
-    def shape(self) -> Shape:
-        """What statements look like."""
-        return Shape(forms=self.forms, width=self.width, depth=self.depth)
+    def shape(self) -> StatementShape:
+        """The forms and sizes of statements."""
+        return StatementShape(forms=self.forms, width=self.width, depth=self.depth)
 
 
 def knights_rows(
     settings: KnightsSettings, *, advance: Callable[[float], None] | None = None
 ) -> list[Row]:
-    """The rows of these settings; raises `ConfigError` if there are not so many puzzles.
+    """The rows of these settings; raises `ConfigError` if there are too few puzzles.
 
     `advance` receives the share that is done.
     """

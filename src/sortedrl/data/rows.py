@@ -2,9 +2,9 @@
 
     file, hub or folder -> Record, with its place -> Row: prompt, fields, place
 
-A file is read as a stream, and a malformed record is refused with file, line and reason. The values
-of a row can always be written as JSON, sent to another process and encoded as UTF-8: text, whole
-numbers, finite numbers, booleans, null, and lists and objects of these.
+A file is streamed, and a malformed record is refused with file, line and reason. The values of a
+row can always be written as JSON, sent to another process and encoded as UTF-8: text, integers,
+finite numbers, booleans, null, and lists and objects of these.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Row:
     fields: Mapping[str, object]
     place: str
     question: str | None = None
-    """The question without the instructions around it; `None` if they are not separate."""
+    """The question without surrounding instructions; `None` if they are not separate."""
     tools: Sequence[Mapping[str, object]] = ()
-    """Schemas of the tools that the chat template announces."""
+    """Schemas of the tools for the chat template."""
 
     @property
     def text(self) -> str:
@@ -68,7 +68,7 @@ _WRITTEN_AS_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The named values of a row, and its place: `file:line`, or `file:row` where there are none."""
+    """The named values of a row, and its place: `file:line`, or `file:row` if it has no lines."""
 
     place: str
     values: Mapping[str, object]
@@ -83,7 +83,7 @@ def read_records(path: Path) -> Iterator[Record]:
             path, f"must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}; convert it to one"
         )
     if "\0" in str(path):
-        raise DataError(repr(str(path)), "a path cannot hold the character NUL")
+        raise DataError(repr(str(path)), "a path cannot contain a NUL character")
     if path.is_dir():
         raise DataError(path, "must be a file, is a folder; name the file inside it")
     with os_errors(path, "cannot be read"):
@@ -93,7 +93,7 @@ def read_records(path: Path) -> Iterator[Record]:
 def records_from(rows: Iterable[object]) -> Iterator[Record]:
     """The records of Python objects: mappings such as `{"prompt": ..., "answer": ...}`.
 
-    A list may hold bare prompts, as text. The rows of a `datasets.Dataset` are mappings too.
+    A list may contain plain prompts as text. The rows of a `datasets.Dataset` are mappings too.
     """
     if isinstance(rows, Mapping):
         raise DataError(
@@ -115,14 +115,14 @@ def records_from(rows: Iterable[object]) -> Iterator[Record]:
 
 
 def write_records(records: Iterable[Record], path: Path) -> int:
-    """Write records as JSON lines, which `read_records` reads back; gives their number."""
+    """Write records as JSON lines, which `read_records` reads back; returns their number."""
     lines = [json.dumps(dict(record.values), ensure_ascii=False) for record in records]
     write_whole(path, "".join(f"{line}\n" for line in lines).encode())
     return len(lines)
 
 
 def record_of(values: Mapping[str, object], place: str) -> Record:
-    """The record with these values as JSON; raises `DataError` with the column that has none.
+    """Convert the values to JSON; raises `DataError` naming a column that cannot be converted.
 
     Dates, decimals and the like become text; bytes are decoded as UTF-8.
     """
@@ -136,7 +136,7 @@ def record_of(values: Mapping[str, object], place: str) -> Record:
 
 
 def _plain(value: object, levels: int) -> object:
-    """A value as JSON; raises `ValueError` if it has no JSON form."""
+    """Convert a value to JSON; raises `ValueError` if it has no JSON form."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
@@ -164,8 +164,8 @@ def _text(value: object) -> str:
         raise ValueError(f"must have text for names, got {value!r:.80}")
     if not is_utf8(value):
         raise ValueError(
-            f"holds half of a character (a lone surrogate), which UTF-8 cannot write, in "
-            f"{value!a:.80}; the text was cut or decoded wrongly"
+            f"has half a character (a lone surrogate), which cannot be encoded as UTF-8, in "
+            f"{value!a:.80}; the text was truncated or decoded wrongly"
         )
     return value
 
@@ -182,7 +182,7 @@ def _decoded(value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"holds bytes that are no UTF-8 text ({error.reason} at byte {error.start}); "
+            f"has bytes that are not UTF-8 text ({error.reason} at byte {error.start}); "
             "leave the column out, or store it as text"
         ) from error
 
@@ -205,7 +205,7 @@ def _json_list(path: Path) -> Iterator[Record]:
 
 
 def _beginning(content: bytes, path: Path) -> bytes:
-    """The start of a file, without a byte order mark."""
+    """The start of a file, without the byte order mark."""
     if content.startswith(_GZIP):
         raise DataError(path, "is compressed with gzip; unpack it (gunzip)")
     return content.removeprefix(_BYTE_ORDER_MARK)
@@ -222,7 +222,7 @@ def _parquet(path: Path) -> Iterator[Record]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            _refuse_twins(names, path)
+            _refuse_duplicates(names, path)
             number = 0
             for batch in file.iter_batches(batch_size=1024):
                 columns = [
@@ -235,10 +235,10 @@ def _parquet(path: Path) -> Iterator[Record]:
         raise DataError(path, f"not Parquet: {error}") from error
 
 
-def _refuse_twins(names: Sequence[str], path: Path) -> None:
+def _refuse_duplicates(names: Sequence[str], path: Path) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise DataError(path, f"each column must have a name of its own, got {name!r} twice")
+            raise DataError(path, f"each column must have a unique name, got {name!r} twice")
 
 
 def _column(column: object, name: str, path: Path) -> list[object]:
@@ -275,7 +275,7 @@ def _parsed(content: bytes, path: Path, *, line: int | None) -> object:
 
 
 class _RefusedError(Exception):
-    """Valid for the JSON parser, but not allowed in a row."""
+    """Valid JSON, but not allowed in a row."""
 
 
 def _no_number(text: str) -> NoReturn:
@@ -320,7 +320,7 @@ def read_hub(name: str, *, subset: str | None, split: str) -> Iterator[Record]:
             name,
             f"cannot be loaded as a data set with split {split!r}: {error}; "
             "check the name and the connection, name another split (split=...), or give a local "
-            "file; files of the maths sets are looked for in --folder, or in $SORTEDRL_DATA",
+            "file; files of the maths sets are searched in --folder, or in $SORTEDRL_DATA",
         ) from error
     # Plain Python values, whatever format the data set was saved with.
     for number, values in enumerate(loaded.with_format(None), start=1):
@@ -348,7 +348,7 @@ def _taken(fields: dict[str, object], name: str, record: Record) -> object:
     if not record.values:
         raise DataError(record.place, "the row is empty; drop it")
     if name not in fields:
-        hint = "; the column with the question is named by data.prompt_field"
+        hint = "; set data.prompt_field to the column with the question"
         raise DataError(
             record.place,
             unknown_name("column", name, record.values) + (hint if name == "prompt" else ""),

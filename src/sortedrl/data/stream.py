@@ -1,10 +1,10 @@
 """The stream of prompts: rows as tokens, once per epoch, in an order set by the seed alone.
 
-A row becomes tokens through the chat template, applied once, or as plain text. A row with its own
+A row is tokenized with the chat template, applied once, or as plain text. A row that already has
 chat tags is refused if a template would be applied: the prompt would have two starts.
 
-The state of the stream is one number, `position`: a stream opened there continues with the same
-prompts under the same ids, also in the middle of an epoch.
+The state of the stream is one number, `position`: a stream created there continues with the same
+prompts and ids, even in the middle of an epoch.
 
     position   0 1 2 3 | 4 5 6 7 | ...      4 rows
     epoch      0       | 1       |
@@ -170,8 +170,8 @@ def tokenized(
     if not kept:
         raise ConfigError(
             f"no prompt has at most {max_prompt_tokens} tokens ({num_too_long} are longer), the "
-            "smaller of max_prompt_tokens and what the context of the model holds; shorten the "
-            "prompts, raise max_prompt_tokens, or take a model with a longer context"
+            "smaller of max_prompt_tokens and the room in the model's context; shorten the "
+            "prompts, raise max_prompt_tokens, or use a model with a longer context"
             if num_too_long
             else "the data set has no rows; check the path and the split"
         )
@@ -225,7 +225,7 @@ class PromptStream:
         return digest.hexdigest()
 
     def take(self, count: int) -> Sequence[Prompt]:
-        """The next prompts, with ids that count up; fewer than `count` only at the end."""
+        """The next prompts, with ascending ids; fewer than `count` only at the end."""
         end = min(self.position + count, self._total)
         prompts = [self._prompt(position) for position in range(self.position, end)]
         self.position = end

@@ -1,1 +1,1 @@
-"""Station 4: from decisions to tokens. One package per engine."""
+"""Rollout engines, one package per engine."""

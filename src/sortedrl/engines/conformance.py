@@ -1,6 +1,6 @@
-"""What every engine must do: one law is one function of an engine under test.
+"""The engine contract: one law is one function of an engine under test.
 
-Use it for an engine of your own, with pytest or without:
+To test your own engine, with pytest or without:
 
     def opening():
         return MyEngine(reference_model(), slots=SLOTS, max_tokens=limit_of, stop_tokens=STOPS,
@@ -10,8 +10,8 @@ Use it for an engine of your own, with pytest or without:
     def test_my_engine_keeps_the_law(law):
         check(law, EngineUnderTest(opening=opening))
 
-A law fails with an `AssertionError`. The engine is compared with a tiny model on its own, in plain
-forward passes. `Rollout` and `logprob_gap` serve the self-test of installed engines as well.
+A law fails with an `AssertionError`. The engine is compared with plain forward passes of a tiny
+model. `Rollout` and `logprob_gap` are also used by the self-test of installed engines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TRIES = 20
 
 
 class NonConforming(EngineError):
-    """The engine does not do what a run relies on."""
+    """The engine violates the contract."""
 
 
 def expect(claim: bool, otherwise: str) -> None:
@@ -57,20 +57,20 @@ def expect(claim: bool, otherwise: str) -> None:
         raise NonConforming(otherwise)
 
 
-class Rollout:
-    """Drives an engine and keeps its own books: which answers are open, how many tokens came."""
+class RolloutDriver:
+    """Drives an engine and tracks open answers and token counts."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        """An idle engine."""
+        """Start with an idle engine."""
         self.seconds = 0.0
         """Time spent in the engine."""
         self.decoded_tokens = 0
-        """Tokens that its steps reported."""
+        """Tokens reported by its steps."""
         self._engine = engine
         self._open: set[Key] = set()
 
     def submit(self, trajectories: Sequence[Trajectory], sampling: Sampling | None = None) -> None:
-        """Submit these trajectories; their cached tokens stand."""
+        """Submit these trajectories; their cached tokens are trusted."""
         self._open |= {trajectory.key for trajectory in trajectories}
         self._engine.submit(trajectories, tolerance=None, sampling=sampling)
 
@@ -88,7 +88,7 @@ class Rollout:
         while self._open:
             finished += self.step()
         left = self._engine.interrupt()
-        expect(not left, f"it gave back {len(left)} answers after all were complete")
+        expect(not left, f"it returned {len(left)} answers after all were complete")
         return finished
 
     def interrupt(self) -> list[Trajectory]:
@@ -107,7 +107,7 @@ class Rollout:
         self.seconds += time.monotonic() - began
         expect(
             bool(step.finished or step.decoded_tokens or not self._open),
-            f"it lost {len(self._open)} answers: they are not complete, but it decodes no more",
+            f"it lost {len(self._open)} answers: they are incomplete, but it stopped decoding",
         )
         self.decoded_tokens += step.decoded_tokens
         self._close(step.finished)
@@ -125,9 +125,9 @@ class Rollout:
 def logprob_gap(
     trajectory: Trajectory, models: Mapping[int, PreTrainedModel], *, temperature: float
 ) -> float:
-    """The largest difference of a log-probability to a plain forward pass, in nats.
+    """The largest log-probability difference to a plain forward pass, in nats.
 
-    Each segment is compared with the model of its version; versions without one are left out.
+    Each segment is compared with the model of its version; versions without a model are skipped.
     """
     gap, tokens = 0.0, list(trajectory.prompt.tokens)
     for segment in trajectory.segments:
@@ -167,7 +167,7 @@ def reference_model(seed: int = 0) -> PreTrainedModel:
 
 
 def limit_of(trajectory: Trajectory) -> int:
-    """The limit that engines under test are made with: it is a field of the prompt."""
+    """The token limit of an engine under test: a field of the prompt."""
     limit = trajectory.prompt.fields.get("limit", USUAL_LIMIT)
     assert isinstance(limit, int)
     return limit
@@ -182,14 +182,14 @@ class EngineUnderTest:
 
     opening: Callable[[], Any]
     precision: float = 1e-4
-    """How far a log-probability may be from that of a plain forward pass."""
+    """Allowed log-probability difference to a plain forward pass."""
     slots: int = SLOTS
     is_ordered: bool = True
     """Whether work reaches it in the order of submission: not over HTTP, nor in a pool."""
     is_fresh: bool = True
     """Whether a new engine has the weights of version 0; a server keeps its last ones."""
     is_simulated: bool = False
-    """Whether there is no model behind it: tokens are numbers, and all have one limit."""
+    """Whether it is simulated: tokens are numbers, and all answers have one limit."""
     _engine: Any = None
     _models: dict[int, PreTrainedModel] = field(default_factory=dict)
     _next_prompt: int = 0
@@ -208,12 +208,12 @@ class EngineUnderTest:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model with the weights that the engine has now."""
+        """The model with the engine's current weights."""
         return self._models[self.engine.version]
 
     @property
     def long_limit(self) -> int:
-        """Tokens of an answer that is to be met in the middle; those of a server arrive late."""
+        """Tokens of an answer to be interrupted; longer for a server, whose tokens arrive late."""
         return 120 if self.is_ordered else CONTEXT - 16
 
     def load_other_weights(self) -> None:
@@ -225,14 +225,14 @@ class EngineUnderTest:
         self._models[version] = new
 
     def fresh(self, tokens: Sequence[int], *, limit: int = USUAL_LIMIT) -> Trajectory:
-        """An empty trajectory with a prompt of its own."""
+        """An empty trajectory with its own prompt."""
         self._next_prompt += 1
         number = self._next_prompt
         prompt = Prompt(id=number, tokens=tuple(tokens), fields={"limit": limit})
         return Trajectory(prompt=prompt, sample_index=0, group=0, seed=number)
 
     def finish(self, keys: Sequence[Key]) -> tuple[list[Trajectory], list[Key]]:
-        """Step until these are complete: the answers in order, and the order they came in."""
+        """Step until these are complete; returns them, and their keys in completion order."""
         done: dict[Key, Trajectory] = {}
         while len(done) < len(keys):
             step = self.engine.step()
@@ -252,13 +252,13 @@ class EngineUnderTest:
         return self.finish([t.key for t in trajectories])[0]
 
     def check_logprobs(self, trajectory: Trajectory, *, temperature: float = TEMPERATURE) -> None:
-        """Every token must have the log-probability that its weights give it."""
+        """Check that every token has the log-probability under its weights."""
         if not self.is_simulated:
             gap = logprob_gap(trajectory, self._models, temperature=temperature)
             assert gap <= self.precision, (trajectory, gap)
 
     def close(self) -> None:
-        """Close the engine; no thread and no process of it may be left."""
+        """Close the engine; no thread or process may remain."""
         if self._engine is None:
             return
         engine, self._engine = self._engine, None
@@ -274,7 +274,7 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _threads() -> set[threading.Thread]:
-    """All threads, without those that a process keeps: of progress bars and of file sharing."""
+    """All threads except those of progress bars and file sharing."""
     return {
         thread
         for thread in threading.enumerate()
@@ -283,7 +283,7 @@ def _threads() -> set[threading.Thread]:
 
 
 def _child_processes() -> set[int]:
-    """All processes below this one, without Python's resource tracker."""
+    """All descendant processes except Python's resource tracker."""
     import psutil
 
     below = set()
@@ -304,7 +304,7 @@ def _soon(is_so: Callable[[], bool], complaint: str) -> None:
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, tokens: Sequence[int], count: int) -> list[int]:
-    """The greedy continuation of these tokens by a model on its own."""
+    """The greedy continuation by the plain model."""
     text = list(tokens)
     for _ in range(count):
         text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
@@ -317,10 +317,10 @@ def random_prompt(random: Random, length: int) -> list[int]:
 
 
 class Caller:
-    """Does at random what a run does with an engine, and checks whatever comes back."""
+    """Calls an engine at random as a run does, and checks the results."""
 
     def __init__(self, tested: EngineUnderTest, seed: int) -> None:
-        """Nothing is submitted yet."""
+        """Start without work."""
         self.tested = tested
         self.random = Random(seed)
         self.waiting: list[Trajectory] = []
@@ -341,7 +341,7 @@ class Caller:
             act()
 
     def submit(self) -> None:
-        """Submit what waits, and some new work."""
+        """Submit waiting work and some new work."""
         random = self.random
         new = [
             self.tested.fresh(
@@ -369,7 +369,7 @@ class Caller:
                 self.done.append(trajectory)
 
     def interrupt(self) -> None:
-        """Interrupt, and keep what comes back."""
+        """Interrupt, and keep the returned trajectories."""
         stopped = list(self.tested.engine.interrupt())
         assert sorted(t.key for t in stopped) == sorted(self.running)
         for trajectory in stopped:
@@ -389,7 +389,7 @@ class Caller:
         self.tested.load_other_weights()
 
     def _take(self, trajectory: Trajectory) -> None:
-        """It has all that it had, and more of the present weights."""
+        """Check that it kept its tokens and got new ones of the current weights."""
         before = self.running.pop(trajectory.key)
         assert trajectory.tokens[: before.num_tokens] == before.tokens
         assert trajectory.logprobs[: before.num_tokens] == before.logprobs
@@ -400,7 +400,7 @@ class Caller:
 
 
 def ended(trajectory: Trajectory, stops: Sequence[int], limit: int) -> FinishReason | None:
-    """Why an answer is complete, by its tokens; `None` if it is not."""
+    """Why an answer is complete, judged by its tokens; `None` if it is not."""
     assert not set(trajectory.tokens[:-1]) & set(stops), "it continues after a stop token"
     if trajectory.tokens[-1] in stops:
         return "stop"
@@ -420,7 +420,7 @@ def nothing_is_lost_or_doubled_whatever_happens(tested: EngineUnderTest) -> None
     assert len(caller.done) > 20
     assert len({t.key for t in caller.done}) == len(caller.done)
     assert caller.decoded == sum(t.num_tokens for t in caller.done)
-    # A server may complete answers this short before an abort reaches it.
+    # A server may complete answers this short before an abort arrives.
     if tested.is_fresh:
         assert sum(len(t.segments) > 1 for t in caller.done) > 2, "some have two versions"
     for trajectory in caller.done:
@@ -440,7 +440,7 @@ def log_probabilities_are_those_of_a_plain_forward_pass(tested: EngineUnderTest)
 
 
 def a_stop_token_ends_an_answer_and_belongs_to_it(tested: EngineUnderTest) -> None:
-    """Also where it is the last token that the limit allows."""
+    """Even as the last token within the limit."""
     prompt = random_prompt(Random(2), 6)
     full = greedy(tested.model, prompt, 20)
     stop = next(token for token in full if full.index(token) >= 4)
@@ -458,7 +458,7 @@ def a_stop_token_ends_an_answer_and_belongs_to_it(tested: EngineUnderTest) -> No
 
 
 def a_limit_holds_however_often_an_answer_is_resumed(tested: EngineUnderTest) -> None:
-    """And a complete answer is complete at once when it is submitted again."""
+    """A complete answer is complete at once when it is submitted again."""
     engine = tested.engine
     work = [tested.fresh([n, n + 1], limit=limit) for n, limit in enumerate((1, 9, 17, 30, 40))]
     limits = {t.key: limit_of(t) for t in work}
@@ -532,7 +532,7 @@ def tokens_keep_the_version_that_wrote_them(tested: EngineUnderTest) -> None:
 
 def a_prefix_that_old_weights_have_read_is_forgotten(tested: EngineUnderTest) -> None:
     """New weights reset the prefix cache."""
-    # Longer than a block of any engine, so that it is cached as soon as anything is.
+    # Longer than a block of any engine, so that it is cached if anything is.
     prompt = random_prompt(Random(5), 200)
     for _ in range(3):
         for _ in range(2):
@@ -542,15 +542,15 @@ def a_prefix_that_old_weights_have_read_is_forgotten(tested: EngineUnderTest) ->
 
 
 def no_more_answers_are_written_at_once_than_there_are_slots(tested: EngineUnderTest) -> None:
-    """A short answer waits until a long one has freed a slot.
+    """A short answer waits until a long one has freed its slot.
 
-    Tokens of a server may arrive long after they were written, and those of a short answer before
-    the last ones of a long one. But if there were a slot for it, it would always come first.
+    Tokens from a server may arrive late, those of a short answer even before the last ones of a
+    long one. But with a slot for it, the short answer would always come first.
     """
     assert tested.engine.slots == tested.slots
     tries = 1 if tested.is_ordered else _TRIES
     found = any(_a_short_answer_waits(tested) for _ in range(tries))
-    assert found, "a short one found a slot that is not there"
+    assert found, "a short answer got a slot that does not exist"
 
 
 def _a_short_answer_waits(tested: EngineUnderTest) -> bool:
@@ -569,7 +569,7 @@ def _a_short_answer_waits(tested: EngineUnderTest) -> bool:
 
 
 def work_is_completed_in_the_order_of_its_submission(tested: EngineUnderTest) -> None:
-    """Where the order in which work reaches the engine is known."""
+    """If work is known to reach the engine in order."""
     if not tested.is_ordered:
         return
     engine = tested.engine
@@ -602,7 +602,7 @@ def other_sampling_holds_for_its_work_only(tested: EngineUnderTest) -> None:
 
 
 def what_cannot_be_written_is_refused_and_nothing_is_taken_on(tested: EngineUnderTest) -> None:
-    """One bad request refuses its whole batch, and the limits of the engine say the same."""
+    """One bad request refuses its whole batch, as predicted by the engine's limits."""
     engine = tested.engine
     good = tested.fresh([1, 2])
     cases: list[tuple[Trajectory, float | None, Sampling | None]] = [
@@ -617,7 +617,7 @@ def what_cannot_be_written_is_refused_and_nothing_is_taken_on(tested: EngineUnde
     for bad, tolerance, sampling in cases:
         batch = [good, bad]
         submit = partial(engine.submit, batch, tolerance=tolerance, sampling=sampling)
-        # The engines of a pool have names of their own.
+        # The engines of a pool have their own names.
         names = [limits.engine for limits in engine.request_limits]
         refusals = {_refusal(submit, names=names)}
         for limits in engine.request_limits:
@@ -631,7 +631,7 @@ def what_cannot_be_written_is_refused_and_nothing_is_taken_on(tested: EngineUnde
 
 
 def _refusal(call: Callable[[], object], *, names: Sequence[str]) -> str:
-    """What a call is refused with, without the name of the engine."""
+    """The error of a call, without the name of the engine."""
     try:
         call()
     except RequestError as error:
@@ -643,7 +643,7 @@ def _refusal(call: Callable[[], object], *, names: Sequence[str]) -> str:
 
 
 def closing_leaves_nothing_behind(tested: EngineUnderTest) -> None:
-    """No thread and no process, even while answers run."""
+    """No thread or process remains, even if answers are running."""
     engine = tested.engine
     engine.submit([tested.fresh([n, 13], limit=200) for n in range(3)], tolerance=None)
     engine.step()

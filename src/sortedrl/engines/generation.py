@@ -1,4 +1,4 @@
-"""The engine protocol of a run, and generation to the end: prompts in, complete answers out."""
+"""The engine protocol of a run, and generation to completion."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sortedrl.types import Key, Prompt, Trajectory
 
 
 class RolloutEngine(Engine, Protocol):
-    """What a run needs of its engine beyond the loop; any such engine can be part of a pool.
+    """What a run needs of its engine besides the loop; any such engine can be part of a pool.
 
-    Calls come from one thread, which need not be the one that made the engine. Only `name`,
-    `slots`, `version` and `request_limits` are read from other threads too.
+    Calls come from one thread, which may differ from the one that created the engine. Only `name`,
+    `slots`, `version` and `request_limits` are read from other threads.
     """
 
     @property
@@ -48,32 +48,33 @@ class RolloutEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class Sleeping(Protocol):
-    """An engine that shares its GPU with a trainer, in turns."""
+class SleepableEngine(Protocol):
+    """An engine that shares its GPU with a trainer; only one of them is awake."""
 
     def sleep(self) -> bool:
         """Free the memory that only generation needs; the engine must be idle.
 
-        Returns whether it has dropped its weights: then `load_weights` must come before the next
+        Returns whether the weights were dropped: then `load_weights` must come before the next
+        submit, and wakes it.
         submit, and wakes it.
         """
 
     def wake(self) -> None:
-        """Take the memory again, if the weights are still there; the next submit does it too."""
+        """Restore the memory, unless the weights were dropped; the next submit does it too."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """The tokens of one answer under the present weights, each given those before it."""
+    """The scores of an answer's tokens under the current weights, each given the previous ones."""
 
     logprobs: list[float]
     gaps: list[float] | None = None
-    """Nats by which each token falls short of the one that the engine would sample; `None` where
-    the noise of the engine is not ours."""
+    """Nats by which each token falls short of the one that the engine would sample; `None` if the
+    engine does not use our noise."""
 
 
 @runtime_checkable
-class Scoring(Protocol):
+class ScoringEngine(Protocol):
     """An engine that computes the log-probabilities of given answers."""
 
     def score(

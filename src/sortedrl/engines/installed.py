@@ -1,7 +1,7 @@
-"""Which rollout engines this Python has: versions, the tested ranges of versions, and devices.
+"""The installed rollout engines: versions, tested version ranges, and devices.
 
-vLLM and SGLang are not imported to find out, which would take seconds; only the list of devices
-asks torch, where it is installed.
+vLLM and SGLang are not imported for this, which would take seconds; only the list of devices uses
+torch, if it is installed.
 """
 
 from __future__ import annotations

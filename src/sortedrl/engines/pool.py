@@ -2,12 +2,12 @@
 
     submit -> queue -> router -> replicas and their threads -> reports -> step, interrupt
 
-Every trajectory that was submitted comes back once: it is assigned to one replica, queued, or
-complete. What an engine gives back unfinished goes to the front of the queue. Only the caller's
-thread moves trajectories; the threads of the replicas only report.
+Every submitted trajectory comes back once: it is assigned to one replica, queued, or complete.
+Unfinished trajectories returned by an engine go to the front of the queue. Only the caller's thread
+moves trajectories; the threads of the replicas only report.
 
-A trajectory is routed to the replica that has its prefix in its KV cache, else to the least loaded
-one. New weights make all cached prefixes void.
+A trajectory is routed to the replica that has its prefix in its KV cache, otherwise to the least
+loaded one. New weights invalidate all cached prefixes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineError, EngineLost, RequestError
 from sortedrl.types import Key, Step, Trajectory, Weights
 
-# More than a server has to read its weights.
+# Longer than a server takes to read its weights.
 _LOAD_SECONDS = 1860.0
 
 
@@ -85,7 +85,7 @@ class Router:
 
 
 class ReplicaSet:
-    """The replicas of a pool, and what came from them. Used by one thread, the caller's."""
+    """The replicas of a pool, and their results. Used only by the caller's thread."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class ReplicaSet:
 
     @property
     def keys(self) -> set[Key]:
-        """The trajectories that were submitted and did not come back yet."""
+        """The trajectories that were submitted and have not come back yet."""
         keys = {queued.key for queued in self.queue} | {answer.key for answer in self._finished}
         return keys.union(*(replica.assigned for replica in self.alive))
 
@@ -146,7 +146,7 @@ class ReplicaSet:
         """Raise `EngineLost` if no replica is left."""
         if not self.alive:
             raise EngineLost(
-                f"no engine is left, all {len(self.replicas)} are lost; interrupt() gives back "
+                f"no engine is left, all {len(self.replicas)} are lost; interrupt() returns "
                 "their unfinished answers"
             )
 
@@ -163,7 +163,7 @@ class ReplicaSet:
             raise self._errors.popleft()
 
     def take_step(self) -> Step:
-        """What was done since the last step."""
+        """The results since the last step."""
         step = Step(
             finished=tuple(self._finished),
             decoded_tokens=self._decoded,
@@ -207,7 +207,7 @@ class ReplicaSet:
         for replica in self.replicas:
             seconds = 0.0 if replica.is_hung else until - monotonic()
             if not replica.thread.has_ended(seconds=seconds):
-                self._warn(f"{replica.title} hangs, and is abandoned without being closed")
+                self._warn(f"{replica.title} hangs and is abandoned without closing it")
         with suppress(Empty):
             while True:
                 report = self._inbox.get_nowait()
@@ -216,11 +216,11 @@ class ReplicaSet:
         self.raise_error()
 
     def _limit(self, replica: Replica) -> float:
-        """How long a replica may be silent: loading weights takes longer than a step."""
+        """Timeout of a replica: loading weights takes longer than a step."""
         return self._load_timeout if replica.is_loading else self._timeout
 
     def _due(self, replica: Replica) -> float:
-        """When a replica that has to report counts as lost."""
+        """When a replica that owes a report counts as lost."""
         assert replica.waiting_since is not None, "a report is due"
         return replica.waiting_since + self._limit(replica)
 
@@ -229,7 +229,7 @@ class ReplicaSet:
         if isinstance(event, Closed):
             self._handle_closed(replica, event.error)
             return
-        # A replica that timed out and came back reports work that others have taken over.
+        # A replica that responds after its timeout reports work that others have taken over.
         if not replica.is_alive:
             return
         is_step = isinstance(event, Stepped) or (isinstance(event, Failed) and not event.is_command)
@@ -297,7 +297,7 @@ class EnginePool:
     ) -> None:
         """An engine that has work and does not respond for `timeout_seconds` is lost.
 
-        One that loads weights has `load_seconds` for it, if that is longer.
+        While it loads weights, the timeout is `load_seconds`, if that is longer.
 
         `names` are used in messages, by default those of the engines. An engine is assigned up to
         `queue_depth` trajectories more than it has slots, so that it refills a free slot without
@@ -375,10 +375,10 @@ class EnginePool:
             replicas.receive(is_waiting=True)
 
     def interrupt(self) -> Sequence[Trajectory]:
-        """Stop all engines, and give back every unfinished trajectory, sorted by key.
+        """Stop all engines, and return every unfinished trajectory, sorted by key.
 
-        This works even if no engine is left. An answer that was completed since the last step comes
-        back as unfinished too: submitted again, it is complete at once.
+        This works even if no engine is left. An answer completed since the last step is returned as
+        unfinished too: submitted again, it is complete at once.
         """
         self._require_open()
         self._replicas.broadcast(Interrupt())
@@ -397,18 +397,18 @@ class EnginePool:
         for replica in replicas.alive:
             if replica.engine.version != weights.version:
                 raise EngineError(
-                    f"{replica.title} must have the weights of version {weights.version} that it "
-                    f"was given, but reports version {replica.engine.version}"
+                    f"{replica.title} must have the weights of version {weights.version} after "
+                    f"loading them, but reports version {replica.engine.version}"
                 )
         self.version = weights.version
 
     def add(self, engine: RolloutEngine, *, name: str | None = None) -> None:
-        """Add an engine; its weights must be of the present version."""
+        """Add an engine, which must have weights of the current version."""
         self._require_open()
         name = engine.name if name is None else name
         require(
             all(replica.engine is not engine for replica in self._replicas.replicas),
-            f"each engine must be in a pool once, got {name} again; make a new one",
+            f"each engine may be in a pool only once, got {name} again; create a new one",
         )
         require(engine.slots >= 1, f"{name} must have at least 1 slot, got {engine.slots}")
         require(
@@ -427,15 +427,15 @@ class EnginePool:
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise EngineError("the pool is closed; make a new one")
+            raise EngineError("the pool is closed; create a new one")
 
     def _refuse_duplicates(self, trajectories: Sequence[Trajectory]) -> None:
         keys = self._replicas.keys
         for trajectory in trajectories:
             if trajectory.key in keys:
                 raise RequestError(
-                    f"trajectory {trajectory.key} must be submitted once until it comes back, "
-                    "but it is in the pool already"
+                    f"trajectory {trajectory.key} is already in the pool; submit it again only "
+                    "after it has come back"
                 )
             keys.add(trajectory.key)
 
@@ -458,7 +458,7 @@ def _check_pool(
     require(len(engines) >= 1, "a pool must have at least 1 engine, got none")
     require(
         len({id(engine) for engine in engines}) == len(engines),
-        "each engine must be in a pool once; make one engine for each place",
+        "each engine may be in a pool only once; create one engine per entry",
     )
     require(
         len(names) == len(engines),

@@ -1,14 +1,14 @@
 """One engine of a pool: the work assigned to it, and the thread that drives it.
 
-An assignment leaves its replica once: finished, given back, refused, or reclaimed because the
-engine is lost. Tokens are counted three times:
+An assignment leaves its replica once: finished, returned, refused, or reclaimed because the engine
+is lost. Tokens are counted three times:
 
     counted    tokens that the pool has reported
     reported   tokens that the steps of the engine reported
     returned   tokens in the trajectories that came back
 
-When no assignment is left, `counted` and `returned` are made equal: so tokens decoded after the
-last step are reported, and tokens that died with an engine still count as decoded.
+When no assignment is left, `counted` is made equal to `returned`, so tokens decoded after the last
+step are reported, and tokens lost with an engine still count as decoded.
 
 Only the thread uses the engine. It executes commands in order, and steps the engine whenever it has
 work and no command waits. Every step and every command puts exactly one report into the inbox of
@@ -32,7 +32,7 @@ from sortedrl.types import Key, Step, Trajectory, Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A trajectory to generate, as it was submitted."""
+    """A trajectory to generate, as submitted."""
 
     trajectory: Trajectory
     tolerance: float | None
@@ -60,7 +60,7 @@ class Replica:
         self.is_hung = False
         self.is_stalled = False
         self.is_loading = False
-        """Whether it was given weights and has not replied yet."""
+        """Whether it was sent weights and has not replied yet."""
         self._num_pending_replies = 0
         self._last_report = monotonic()
         self._counted = self._reported = self._returned = 0
@@ -102,13 +102,13 @@ class Replica:
             self._unsent.clear()
 
     def on_report(self, seconds: float, *, is_reply: bool) -> None:
-        """Note the time of a report."""
+        """Record the time of a report."""
         self._last_report = max(self._last_report, seconds)
         self._num_pending_replies -= is_reply
         self.is_loading &= not self.has_replied
 
     def on_step(self, step: Step) -> int:
-        """Apply a step; returns the tokens to be counted for it."""
+        """Apply a step; returns the tokens to count for it."""
         for trajectory in step.finished:
             self._take(trajectory)
         self._reported += step.decoded_tokens
@@ -120,16 +120,16 @@ class Replica:
             del self.assigned[assignment.key]
 
     def take_back(self, trajectories: Iterable[Trajectory]) -> list[Assignment]:
-        """Unfinished trajectories that the engine gave back, as work for any replica."""
+        """Turn unfinished trajectories returned by the engine into work for any replica."""
         return [self._unfinished(trajectory) for trajectory in trajectories]
 
     def reclaim(self, rescued: Iterable[Trajectory]) -> tuple[list[Assignment], int]:
-        """Take all work away, regardless of the engine; also returns the tokens to be counted.
+        """Take all work away, regardless of the engine; also returns the tokens to count.
 
-        What is not among the rescued is returned as it was submitted.
+        Work that was not rescued is returned as it was submitted.
         """
         order = {key: place for place, key in enumerate(self.assigned)}
-        # A lost engine may give back more than it has.
+        # A lost engine may return more than it has.
         reclaimed = [self._unfinished(t) for t in rescued if t.key in self.assigned]
         reclaimed += self.assigned.values()
         reclaimed.sort(key=lambda assignment: order[assignment.key])
@@ -160,7 +160,7 @@ class Replica:
 
 
 def _with_lost_tokens(assignments: Sequence[Assignment], tokens: int) -> list[Assignment]:
-    """Spread lost tokens over the answers as decoded; whose they were is not known."""
+    """Attribute lost tokens to the answers as decoded; their owners are unknown."""
     if not assignments:
         return []
     each, more = divmod(tokens, len(assignments))
@@ -181,7 +181,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Stop, and give back what is unfinished."""
+    """Stop, and return what is unfinished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,12 +225,12 @@ class Failed:
     error: BaseException
     is_command: bool
     not_submitted: Sequence[Assignment]
-    """What a failed submission left."""
+    """Assignments left by a failed submission."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The engine is lost; what it gave back, or `None` if it could not."""
+    """The engine is lost; what it returned, or `None` if it could not."""
 
     error: EngineLost
     rescued: Sequence[Trajectory] | None
@@ -248,7 +248,7 @@ ReplicaEvent = Stepped | Executed | Failed | Lost | Closed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """An event of one replica, and when it happened."""
+    """An event of one replica, with its time."""
 
     replica: int
     seconds: float
@@ -262,7 +262,7 @@ class ReplicaThread:
     """Drives one engine until it is closed."""
 
     def __init__(self, engine: RolloutEngine, *, number: int, inbox: Inbox) -> None:
-        """Start the thread, without work."""
+        """Start the thread."""
         self.error: EngineLost | None = None
         """Set as soon as the engine is lost; its trajectories may be rescued later."""
         self._engine = engine
@@ -278,16 +278,16 @@ class ReplicaThread:
         self._thread.start()
 
     def send(self, command: Command | Close) -> None:
-        """Queue a command behind the present call."""
+        """Queue a command after the current call."""
         self._commands.put(command)
 
     def abandon(self) -> None:
-        """Only close the engine, as soon as its present call returns."""
+        """Only close the engine, as soon as its current call returns."""
         self._is_over = True
         self.send(Close())
 
     def has_ended(self, *, seconds: float) -> bool:
-        """Whether the thread has ended, after waiting this long at most."""
+        """Whether the thread has ended, after waiting at most this long."""
         self._thread.join(timeout=max(0.0, seconds))
         return not self._thread.is_alive()
 
@@ -304,7 +304,7 @@ class ReplicaThread:
     def _has_run_next(self) -> bool:
         """Execute the next command or step; false at `Close`.
 
-        A function of its own, so that no reference to weights is kept while waiting.
+        A separate function, so that no reference to weights is kept while waiting.
         """
         command = self._next()
         if isinstance(command, Close):

@@ -12,7 +12,7 @@ from sortedrl.errors import RequestError
 from sortedrl.types import Segment, Trajectory
 
 MaxTokens = int | Callable[[Trajectory], int]
-"""How many tokens an answer may have: one number, or a function of the trajectory."""
+"""Maximum tokens of an answer: a number, or a function of the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,9 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     """Strings that end an answer as soon as they appear in it; needs a tokenizer."""
     max_tokens: int | None = None
-    """How many tokens an answer may have; `None` for the limit of the engine."""
+    """Maximum tokens of an answer; `None` for the limit of the engine."""
     max_response_tokens: int | None = None
-    """How many tokens may follow the prompt of a conversation, replies included."""
+    """Maximum tokens after the prompt of a conversation, replies included."""
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
@@ -45,7 +45,7 @@ class Sampling:
         )
         require(0 < self.top_p <= 1, f"sampling.top_p must lie in (0, 1], got {self.top_p}")
         require(0 <= self.min_p < 1, f"sampling.min_p must lie in [0, 1), got {self.min_p}")
-        require("" not in self.stop_strings, "sampling.stop_strings must not hold an empty string")
+        require("" not in self.stop_strings, "sampling.stop_strings must not have an empty string")
         require(
             self.max_tokens is None or self.max_tokens >= 1,
             f"sampling.max_tokens must be at least 1, got {self.max_tokens}",
@@ -57,7 +57,7 @@ class Sampling:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top_k, top_p or min_p leave tokens out."""
+        """Whether top_k, top_p or min_p exclude tokens."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
 
@@ -71,18 +71,18 @@ class CacheSize:
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit."""
+        """Capacity in tokens."""
         return (self.num_blocks - 1) * self.block_tokens
 
     @property
     def bytes(self) -> int:
-        """Memory it needs."""
+        """Memory size in bytes."""
         return self.num_blocks * self.block_tokens * self.token_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What an engine accepts, and its defaults; plain data, so it can be checked anywhere."""
+    """What an engine accepts, and its defaults, as plain data."""
 
     engine: str
     """The name of the engine, for messages."""
@@ -91,21 +91,21 @@ class RequestLimits:
     context: int
     """Tokens of prompt and answer together."""
     max_tokens: MaxTokens
-    """The limit for requests whose sampling has none."""
+    """The limit for requests whose sampling sets none."""
     sampling: Sampling
-    """The sampling of requests that come without."""
+    """The sampling of requests without any."""
     no_stop_strings: str | None = None
-    """Why stop strings are refused; `None` where they work."""
+    """Why stop strings are refused; `None` if they are supported."""
     no_verification: str | None = None
-    """Why cached tokens of other weights cannot be verified; `None` where they can."""
+    """Why cached tokens of other weights cannot be verified; `None` if they can."""
     no_seeds: str | None = None
-    """Why an answer cannot be drawn again from its own seed; `None` where it can."""
+    """Why an answer cannot be resampled from its own seed; `None` if it can."""
     cache: CacheSize | None = None
-    """The KV cache that one request must fit into, where its size is known."""
+    """The KV cache that one request must fit into, if its size is known."""
 
     @property
     def max_length(self) -> int:
-        """Tokens of a conversation, prompt included, at which it ends."""
+        """Maximum tokens of a conversation, prompt included."""
         return self.context if self.cache is None else min(self.context, self.cache.tokens)
 
     def max_length_of(self, trajectory: Trajectory, sampling: Sampling) -> int:
@@ -123,9 +123,9 @@ class RequestLimits:
         sampling: Sampling | None,
         version: int,
     ) -> list[int]:
-        """The number of tokens that the policy may write for each answer.
+        """The number of tokens that the policy may generate for each answer.
 
-        Raises `RequestError` for a trajectory that this engine can never write with weights of
+        Raises `RequestError` for a trajectory that this engine can never generate with weights of
         this version.
         """
         sampling = self.sampling if sampling is None else sampling
@@ -165,7 +165,7 @@ class RequestLimits:
                 f"{self.context}, and one must be left for the answer; shorten or drop it"
             )
         limit = min(limit, self.context - prompt_tokens)
-        # A conversation may grow until it fills the cache; its replies are not known beforehand.
+        # A conversation may grow until it fills the cache; its replies are not known in advance.
         kept = 0 if trajectory.num_given else trajectory.num_tokens
         needed = prompt_tokens + max(limit, kept)
         if self.cache is not None and needed > self.cache.tokens:
@@ -179,14 +179,14 @@ class RequestLimits:
 
 
 def must_verify(tolerance: float | None) -> bool:
-    """Whether a tolerance asks for cached tokens of other weights to be verified."""
+    """Whether cached tokens of other weights are to be verified."""
     return tolerance is not None and tolerance < math.inf
 
 
 def joined(segments: tuple[Segment, ...], last: Segment) -> tuple[Segment, ...]:
-    """The segments with one more, merged into the last one if both have the same version.
+    """Append a segment, merging it into the last one if both have the same version.
 
-    A segment that follows a reply stays apart.
+    A segment that follows a reply is kept separate.
 
     >>> one = Segment((7,), (-0.5,), 3)
     >>> joined((one,), Segment((8,), (-0.25,), 3))

@@ -1,4 +1,4 @@
-"""Servers that generate answers: an HTTP client for them, and which of them answers at a URL.
+"""Servers that generate answers: an HTTP client, and detection of the server type.
 
 A broken connection raises `EngineLost`; an error response raises `Refused`, with the status and the
 text of the server.
@@ -37,15 +37,15 @@ class Refused(EngineError):
 class Server:
     """One server, on one event loop."""
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str) -> None:
         """Nothing is sent yet."""
         self.url = url.rstrip("/")
         # One stream per request: the engine decides how many run, not the client.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        # A queued request is silent while others run.
+        # A queued request receives nothing while others run.
         timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
         self._client = httpx.AsyncClient(
-            base_url=self.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+            base_url=self.url, limits=limits, timeout=timeout, trust_env=False
         )
 
     async def get(self, path: str, *, seconds: float = 30.0) -> Any:  # noqa: ANN401
@@ -57,11 +57,10 @@ class Server:
         path: str,
         body: Mapping[str, object] | None = None,
         *,
-        query: Mapping[str, str] | None = None,
         seconds: float = 60.0,
     ) -> Any:  # noqa: ANN401
         """The response to a POST of a JSON object: JSON, or text if it is not JSON."""
-        return await self._call("POST", path, body=body, query=query, seconds=seconds)
+        return await self._call("POST", path, body=body, seconds=seconds)
 
     async def events(self, path: str, body: Mapping[str, object]) -> AsyncGenerator[Any, None]:
         """The server-sent events of a POST, each one a JSON value."""
@@ -89,13 +88,10 @@ class Server:
         path: str,
         *,
         body: Mapping[str, object] | None = None,
-        query: Mapping[str, str] | None = None,
         seconds: float,
     ) -> Any:  # noqa: ANN401
         try:
-            response = await self._client.request(
-                method, path, json=body, params=query, timeout=seconds
-            )
+            response = await self._client.request(method, path, json=body, timeout=seconds)
         except httpx.HTTPError as error:
             raise self._lost(error) from error
         if response.status_code >= httpx.codes.BAD_REQUEST:
@@ -146,7 +142,7 @@ async def _is_sglang(url: str) -> bool:
 async def served_vocabulary(url: str) -> int:
     """The vocabulary size of the model behind a URL.
 
-    No server reports it, but all name it when they refuse a token that no model has.
+    No server reports it, but all mention it when they refuse an impossible token.
     """
     server = Server(url)
     try:
@@ -157,13 +153,13 @@ async def served_vocabulary(url: str) -> int:
     if size is None:
         raise EngineError(
             f"{server.url} must be a vLLM or SGLang server, but does not report its "
-            f"vocabulary as they do: {refusal}"
+            f"vocabulary like one: {refusal}"
         )
     return int(size[1] or size[2])
 
 
 async def _refusal(server: Server) -> str:
-    """Its error for an impossible token; one of the two requests fits its kind."""
+    """Its error for an impossible token; one of the two requests matches the server type."""
     vllm = {"prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
     sglang = {
         "input_ids": [0],

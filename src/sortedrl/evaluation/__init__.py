@@ -1,1 +1,1 @@
-"""From answers and their scores to numbers one can trust: estimates, intervals, comparisons."""
+"""Runs evaluations: scored answers, estimates with intervals, comparisons."""

@@ -1,9 +1,9 @@
 """Two evaluations of the same prompts, compared prompt by prompt.
 
-A pair is one prompt that both have answers to. What is resampled is the pair (see `statistics`), so
-that a prompt that is hard for both says nothing about which is better. Prompts that only one has
-answers to are counted and left out. Intervals are for single comparisons: of twenty levels that do
-not differ, one is expected to look different.
+A pair is one prompt with answers in both. Pairs are resampled (see `statistics`), so a prompt that
+is hard for both says nothing about which is better. Prompts with answers in only one are counted
+and excluded. Intervals are for single comparisons: of twenty levels without a true difference, one
+is expected to look significant.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Pair = tuple[list[Answer], list[Answer]]
 """The answers to one prompt, before and after."""
 
 CLEAR = 0.05
-"""A difference whose p-value lies below this is called clear."""
+"""A difference with a p-value below this is significant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One rate before and after, over the same prompts."""
+    """A rate before and after, on the same prompts."""
 
     before: float
     after: float
@@ -50,7 +50,7 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether chance alone hardly explains it."""
+        """Whether the difference is significant."""
         return self.p_value < CLEAR
 
 
@@ -63,25 +63,25 @@ class Contrast:
     """`None`: the whole task."""
     num_prompts: int
     num_better: int
-    """Prompts of which a larger share of the answers is right after than before."""
+    """Prompts with a larger share of right answers after than before."""
     num_worse: int
     passes: Mapping[int, Difference]
-    """Of pass@k, for k = 1, 2, 4, ... as far as both have k answers to some prompt."""
+    """pass@k for k = 1, 2, 4, ... as far as both have k answers to some prompt."""
 
     @property
     def mean(self) -> Difference:
-        """Of the share of right answers, mean@k."""
+        """The share of right answers, mean@k."""
         return self.passes[1]
 
     @property
     def num_equal(self) -> int:
-        """Prompts on which both do equally well."""
+        """Prompts with equal shares of right answers."""
         return self.num_prompts - self.num_better - self.num_worse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """A prompt that went from mostly wrong answers to mostly right ones, or the other way."""
+    """A prompt that went from mostly wrong to mostly right, or the other way."""
 
     task: str
     prompt_id: int
@@ -98,7 +98,7 @@ class Flip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpaired:
-    """Prompts of a task that only one of the two has answers to."""
+    """Prompts of a task with answers in only one evaluation."""
 
     before: int
     after: int
@@ -106,17 +106,17 @@ class Unpaired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two evaluations, compared: each shared task followed by its levels, and the average."""
+    """A comparison of two evaluations: each shared task followed by its levels, and the average."""
 
     before: str
     after: str
     parts: tuple[Contrast, ...]
     macro: Mapping[int, Difference]
-    """Of pass@k with every task counting the same; empty for one task."""
+    """pass@k averaged over tasks with equal weight; empty for one task."""
     flips: tuple[Flip, ...]
-    """The largest changes first."""
+    """Largest changes first."""
     unpaired: Mapping[str, Unpaired]
-    """For each task of either, what is left out."""
+    """For each task, the excluded prompts."""
 
     @property
     def tasks(self) -> tuple[Contrast, ...]:
@@ -125,12 +125,12 @@ class Comparison:
 
     @property
     def headline(self) -> Difference:
-        """The one difference that says most: the macro average, or that of the only task."""
+        """The main result: the macro average, or the difference of the only task."""
         return self.macro[1] if self.macro else self.parts[0].mean
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
-    """Compare two evaluations on the prompts that both have answers to."""
+    """Compare two evaluations on the prompts with answers in both."""
     names = f"{before.label} and {after.label}"
     old, new = by_prompt(before), by_prompt(after)
     shared = [task for task in old if task in new]
@@ -169,7 +169,7 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
 def _pairs(
     old: Mapping[int, list[Answer]], new: Mapping[int, list[Answer]], *, place: str
 ) -> dict[int, Pair]:
-    """The prompts that both have; refused where they are not the same prompts."""
+    """The shared prompts; refused if their questions differ."""
     pairs = {}
     for prompt_id, answers in old.items():
         if prompt_id not in new:
@@ -177,7 +177,7 @@ def _pairs(
         for what, one, other in differences(answers[0], new[prompt_id][0], "question", "gold"):
             raise DataError(
                 f"{place} prompt {prompt_id}",
-                f"both must be asked the same to be compared, got the {what} {one} and {other}; "
+                f"both must have the same questions, got the {what} {one} and {other}; "
                 "evaluate both on the same data",
             )
         pairs[prompt_id] = (answers, new[prompt_id])
@@ -223,7 +223,7 @@ def _difference(before: float, after: float, *, draws: Draws, num_prompts: int) 
 def _macro(
     parts: Sequence[Contrast], draws: Sequence[Mapping[int, Draws]]
 ) -> dict[int, Difference]:
-    """The differences with every task counting the same, for each k that all tasks have."""
+    """The differences averaged over tasks with equal weight, for each k that all tasks have."""
     tasks = [part for part in parts if part.level is None]
     return {
         k: _difference(
@@ -237,7 +237,7 @@ def _macro(
 
 
 def _flips(pairs: Mapping[str, Mapping[int, Pair]]) -> tuple[Flip, ...]:
-    """Prompts of which at least half of the answers were right on one side only."""
+    """Prompts with at least half of the answers right in one evaluation only."""
     flips = []
     for task, prompts in pairs.items():
         for prompt_id, (old, new) in prompts.items():

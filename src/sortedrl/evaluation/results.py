@@ -1,13 +1,12 @@
-"""An evaluation on disk: a folder that grows with every answer and survives being cut off.
+"""An evaluation on disk: a folder that grows with every answer and survives interruptions.
 
-    samples.jsonl    one answer per line, appended as it comes
-    summary.json     model, settings and what was asked from the start; the numbers at the end
-    page.html        the same for the eyes, written by the report
+    samples.jsonl    one answer per line, appended as it arrives
+    summary.json     model, settings and questions from the start; the results at the end
+    page.html        the same for reading, written by the report
 
-`samples.jsonl` is the record and everything else can be made again from it.
-A last line without its newline is an answer that was being written when the run was cut off: it is
-left out on reading and cut away before the file grows again. Only JSON is read and written, and
-never a number that JSON does not have.
+`samples.jsonl` is the record; everything else can be recomputed from it. A last line without
+newline is an answer that was being written when the run was interrupted: it is ignored on reading
+and truncated before the file grows again. Files are strict JSON, without NaN or infinity.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
 PAGE = "page.html"
 WEIGHTS = "weights"
-"""The setting that has a fingerprint of the model's weights; results of old have none."""
+"""The setting with a fingerprint of the model's weights; old results have none."""
 
 _NAMES = tuple(field.name for field in fields(Answer))
 _VALUES = attrgetter(*_NAMES)
@@ -49,12 +48,12 @@ _SAMPLES_MARK = f'{{"{_NAMES[0]}":'.encode()
 
 
 class ResultsWriter:
-    """Appends answers to a folder as they come.
+    """Appends answers to a folder.
 
-    A folder that already holds answers is continued only with `resume`, and only by the same model
-    under the same settings. More may be asked than before, but not less: the numbers are those of
-    all answers in the folder, so it must hold no others than are asked for. Where the questions of
-    a task are given, each with its gold answer, they must be those that were answered.
+    A folder that already has answers is continued only with `resume`, and only with the same model
+    and settings. More may be requested than before, but not less: the results cover all answers in
+    the folder, so it may have no others than requested. If the questions of a task are given, each
+    with its gold answer, they must be the ones that were answered.
     """
 
     def __init__(
@@ -67,13 +66,13 @@ class ResultsWriter:
         questions: Mapping[str, Sequence[tuple[str, str | None]]] = MappingProxyType({}),
         resume: bool = False,
     ) -> None:
-        """Open the folder, and write down what is asked."""
+        """Open the folder, and write the summary's header."""
         self._folder = folder
         self._head = Evaluation(
             label=label, answers=(), asked=dict(asked), settings=_plain(folder, settings)
         )
         _refuse_foreign_files(folder)
-        self._answers = _taken_up(folder, head=self._head, resume=resume)
+        self._answers = _existing_answers(folder, head=self._head, resume=resume)
         _check_questions(folder, self._answers, questions)
         self._done = {answer.key for answer in self._answers}
         samples = folder / SAMPLES
@@ -84,7 +83,7 @@ class ResultsWriter:
         self._file = LineFile(samples, keep_bytes=whole.rfind(b"\n") + 1)
 
     def is_done(self, key: AnswerKey) -> bool:
-        """Whether the folder holds this answer: `(task, prompt_id, sample_index)`."""
+        """Whether the folder has this answer: `(task, prompt_id, sample_index)`."""
         return key in self._done
 
     @property
@@ -96,7 +95,7 @@ class ResultsWriter:
         """Write one answer to the disk."""
         path = self._folder / SAMPLES
         if answer.key in self._done:
-            raise DataError(path, f"the answer {answer.key} is already there")
+            raise DataError(path, f"the answer {answer.key} already exists")
         try:
             line = json.dumps(_row(answer), allow_nan=False, separators=(",", ":"))
         except (ValueError, TypeError) as error:
@@ -109,7 +108,7 @@ class ResultsWriter:
         self._done.add(answer.key)
 
     def finish(self) -> tuple[Evaluation, Summary]:
-        """Close the folder with its numbers in place."""
+        """Write the results and close the folder."""
         self.close()
         evaluation = replace(self._head, answers=tuple(self._answers))
         summary = summarise(evaluation)
@@ -118,7 +117,7 @@ class ResultsWriter:
         return evaluation, summary
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush and close."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -129,19 +128,19 @@ class ResultsWriter:
 
 
 def read_results(folder: Path) -> Evaluation:
-    """The evaluation in a folder, complete or cut off.
+    """Read the evaluation in a folder, complete or interrupted.
 
-    Without a `summary.json` the folder's name is the label, and what was asked is not known.
+    Without a `summary.json` the folder's name is the label, and the questions are unknown.
     """
     if not (folder / SAMPLES).exists():
-        raise DataError(folder, f"an evaluation's folder must hold {SAMPLES}; check the path")
+        raise DataError(folder, f"the folder of an evaluation must have {SAMPLES}; check the path")
     unknown = Evaluation(label=folder.resolve().name, answers=())
     head = _read_head(folder / SUMMARY) or unknown
     return replace(head, answers=tuple(_read_samples(folder / SAMPLES)))
 
 
 def refuse_answers(folder: Path) -> None:
-    """Refuse a folder with answers in it, which only a resumed evaluation continues."""
+    """Refuse a folder with answers, which only a resumed evaluation may continue."""
     if answers := _answers_in(folder):
         raise DataError(
             folder,
@@ -153,8 +152,8 @@ def _answers_in(folder: Path) -> list[Answer]:
     return list(_read_samples(folder / SAMPLES)) if (folder / SAMPLES).exists() else []
 
 
-def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
-    """The answers already there; refused where they belong to something else."""
+def _existing_answers(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
+    """The existing answers; refused if they belong to another evaluation."""
     if not resume:
         refuse_answers(folder)
         return []
@@ -169,20 +168,20 @@ def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
 
 
 def _refuse_foreign_files(folder: Path) -> None:
-    """Refuse a folder with files of our names that no evaluation has written."""
+    """Refuse a folder with files of our names that no evaluation wrote."""
     refuse_foreign(folder / SUMMARY, mark=_SUMMARY_MARK)
     samples = folder / SAMPLES
     try:
         with samples.open("rb") as file:
             beginning = file.read(len(_SAMPLES_MARK))
     except OSError:
-        return  # there is none, or it is refused when it is read
-    if not _SAMPLES_MARK.startswith(beginning):  # a first line of ours may be cut off
+        return  # it is missing, or refused when it is read
+    if not _SAMPLES_MARK.startswith(beginning):  # our own first line may be truncated
         refuse_foreign(samples, mark=_SAMPLES_MARK)
 
 
 def _check_asked(folder: Path, answers: Sequence[Answer], asked: Mapping[str, Asked]) -> None:
-    """Refuse to resume with fewer tasks, rows or samples than there are answers to."""
+    """Refuse to resume with fewer tasks, rows or samples than there are answers."""
     for name in dict.fromkeys(answer.task for answer in answers):
         of_task = [answer for answer in answers if answer.task == name]
         if name not in asked:
@@ -208,7 +207,7 @@ def _check_questions(
     answers: Sequence[Answer],
     questions: Mapping[str, Sequence[tuple[str, str | None]]],
 ) -> None:
-    """Refuse to resume with other rows than there are answers to."""
+    """Refuse to resume if the answered rows have changed."""
     for answer in answers:
         if answer.task not in questions:
             continue
@@ -242,7 +241,7 @@ def _check_same(folder: Path, before: Evaluation, now: Evaluation) -> None:
 
 
 def _plain(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
-    """The settings as they come back from JSON; what JSON has no form for, in words."""
+    """The settings after a round trip through JSON."""
     try:
         plain: dict[str, object] = json.loads(json.dumps(settings, allow_nan=False, default=str))
     except ValueError as error:
@@ -301,7 +300,7 @@ def _row(answer: Answer) -> dict[str, object]:
 
 
 def _answer(row: object) -> Answer:
-    """The answer a line holds; `ValueError` says why it holds none."""
+    """The answer on a line; `ValueError` if it is invalid."""
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {row!r:.80}")
     for name in row:
@@ -349,7 +348,7 @@ _FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
     ),
     "is_correct": (lambda value: isinstance(value, bool), "true or false"),
 }
-"""What each field of a line must be."""
+"""The required type of each field."""
 
 
 def _refuse(constant: str) -> NoReturn:

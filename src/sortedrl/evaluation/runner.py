@@ -1,11 +1,9 @@
-"""From a model and tasks to scored answers: all slots kept full, scoring beside the writing.
+"""Generates and scores the answers of an evaluation, with all slots full and scoring in parallel.
 
-Every answer that is scored is recorded at once, so an interrupted run can be resumed:
-the noise of an answer depends on the seed, its task, its row and its number, and on nothing else.
-
-With environments an answer is a conversation, and slots belong to turns as in training: a
-conversation that waits for its environment holds none, and one that comes back goes before those
-that have not begun.
+Every scored answer is recorded at once, so an interrupted run can be resumed: the noise of an
+answer depends only on the seed, its task, its row and its sample index. With environments, answers
+are conversations, and slots belong to turns as in training: a conversation that waits for its
+environment has no slot, and one that returns goes before those that have not begun.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from sortedrl.rewards.pool.score import CallResult, Failure, Score
 from sortedrl.types import Key, Prompt, Trajectory
 
 TURNS, OUTSIDE_SECONDS = "turns", "outside_seconds"
-"""Parts of the score of every conversation: turns of the policy, and time in its environment."""
+"""Reward parts of every conversation: turns of the policy, and time in its environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A task with the tokens of its rows, and the pool that scores it.
+    """A task with its tokenized rows, and the pool that scores it.
 
-    Without a pool its answers are conversations, and their environments give the rewards.
+    Without a pool, its answers are conversations with rewards from their environments.
     """
 
     task: Task
@@ -44,7 +42,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an evaluation has come."""
+    """Progress of an evaluation."""
 
     written: int
     scored: int
@@ -52,8 +50,8 @@ class Progress:
     tokens: int
 
 
-class Runner:
-    """Writes and scores the answers of an evaluation."""
+class EvaluationRunner:
+    """Generates and scores the answers of an evaluation."""
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class Runner:
         is_done: Callable[[AnswerKey], bool] = lambda _: False,
         environments: EnvironmentPool | None = None,
     ) -> None:
-        """`submit` gives work to the engine; answers for which `is_done` holds are left out.
+        """`submit` passes work to the engine; answers with `is_done` are skipped.
 
         With `environments`, which must be idle, all answers are conversations.
         """
@@ -106,16 +104,16 @@ class Runner:
 
     @property
     def total(self) -> int:
-        """Answers to be written."""
+        """Answers to generate."""
         return len(self._trajectories)
 
     @property
     def progress(self) -> Progress:
-        """How far it has come."""
+        """The current progress."""
         return Progress(self._written, self._scored, self.total, self._tokens)
 
     def run(self) -> Iterator[Answer | None]:
-        """The answers in the order in which they are scored; `None` after every engine step."""
+        """The answers in the order of scoring; `None` after every engine step."""
         while self._written < self.total:
             self._start()
             if self._running:
@@ -133,7 +131,7 @@ class Runner:
             yield from (self._answer(pool, result) for result in pool.wait(tickets))
 
     def _start(self) -> None:
-        """Submit what is to be written now: without environments, everything at once."""
+        """Submit work: without environments, everything at once."""
         limit, room = None, len(self._fresh)
         if self._environments is not None:
             limit = self._environments.limit
@@ -170,7 +168,7 @@ class Runner:
             else:
                 yield from self._finish(trajectory)
         if not (self._running or self._outside or self._returned):
-            yield from self._score_cut()  # they hold the environments that others wait for
+            yield from self._score_cut()  # they occupy environments that others wait for
 
     def _finish(self, trajectory: Trajectory) -> Iterator[Answer]:
         question, _ = self._questions[trajectory.prompt.id]
@@ -192,7 +190,7 @@ class Runner:
             yield self._scored_as(trajectory, self._text(trajectory), score)
 
     def _score_cut(self) -> Iterator[Answer]:
-        """Conversations that were cut off earn what the last reply said; that may take a replay."""
+        """Score truncated conversations by their last reply; that may need a replay."""
         for trajectory in self._cut:
             assert self._environments is not None, "a question without a pool has environments"
             reward = self._environments.reward(trajectory)
@@ -240,7 +238,7 @@ class Runner:
         )
 
     def _turns(self, trajectory: Trajectory) -> dict[str, float]:
-        """What is worth knowing about a conversation, beside its reward."""
+        """Reward parts of a conversation."""
         if self._environments is None:
             return {}
         return {

@@ -1,26 +1,25 @@
 """The statistics of an evaluation: mean@k, pass@k, reward, length, failures, with 95 % intervals.
 
-An answer is named by its task, its prompt (the row's place in the task) and its sample index; each
-name occurs once. All answers of a prompt share its question, gold answer and level.
+An answer is identified by its task, its prompt (the row's index in the task) and its sample index;
+each occurs once. All answers of a prompt share its question, gold answer and level.
 
-Every prompt counts the same, however many of its answers are there. mean@k is the share of right
-answers; pass@k the chance that at least one of k answers is right. pass@k uses only prompts with k
-answers or more; `Estimate.num_prompts` says how many those are. In a run that was cut off the
-missing answers are rather the long ones, so `num_short` and `num_missing` belong beside its
-numbers.
+Every prompt has equal weight, however many answers it has. mean@k is the share of right answers;
+pass@k the probability that at least one of k answers is right. pass@k uses only prompts with k
+answers or more; `Estimate.num_prompts` is their number. The missing answers of an interrupted run
+tend to be the long ones, so its results should be shown with `num_short` and `num_missing`.
 
-Intervals resample prompts, never answers, because the answers to one prompt resemble each other: a
-set of 30 prompts says the same about the next prompt whether each was answered 4 or 400 times. They
-are about prompts like these, not about these prompts answered once more.
+Intervals resample prompts, never answers, because the answers to one prompt are correlated: a set
+of 30 prompts says the same about the next prompt whether each was answered 4 or 400 times. They
+are about prompts like these, not about the same prompts answered once more.
 
-The resampling is the Bayesian bootstrap: instead of drawing prompts with replacement, every prompt
-gets a random weight, all together Dirichlet. Prompts of equal values share one weight (a sum of
-exponentials is a gamma number), so thousands of prompts with a handful of values cost a handful of
-draws.
+Resampling is the Bayesian bootstrap: instead of drawing prompts with replacement, every prompt gets
+a random weight, together Dirichlet-distributed. Prompts with equal values share one weight (a sum
+of exponentials is a gamma variable), so thousands of prompts with a few distinct values need only a
+few draws.
 
-The plain bootstrap fails where it matters: 30 prompts all answered right resample to 30 prompts
-all answered right, an interval without width; and with a true rate of 5 % wrong answers its
-interval covers the truth in 77 % of the cases. So pseudo-prompts join the real ones:
+The plain bootstrap fails in extreme cases: 30 prompts all answered right resample to 30 prompts all
+answered right, an interval of width 0; with a true error rate of 5 %, its interval covers the truth
+in 77 % of the cases. Pseudo-prompts are therefore added:
 
 - for rates, half a prompt that is all right and half a prompt that is all wrong; with one answer
   per prompt this is the Jeffreys interval of a proportion;
@@ -28,8 +27,8 @@ interval covers the truth in 77 % of the cases. So pseudo-prompts join the real 
   one answer per prompt this is the usual correction of adding one pair to each of the two ways in
   which a pair can differ.
 
-An interval always contains the value it belongs to. Everything is a function of the values and of a
-key in words, so the same answers give the same interval.
+An interval always contains its value. Results are a function of the values and of a text key, so
+the same answers give the same interval.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Answer:
     gold: str | None
     response: str
     reward: float | None
-    """`None` where the reward failed and no outcome is configured for that."""
+    """`None` if the reward failed and no outcome is configured for that."""
     parts: Mapping[str, float]
     is_correct: bool
     num_tokens: int
@@ -75,13 +74,13 @@ class Answer:
 
     @property
     def key(self) -> AnswerKey:
-        """Its name in the evaluation."""
+        """Its identity in the evaluation."""
         return (self.task, self.prompt_id, self.sample_index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """How much of a task the model was to answer; a run that was cut off has less."""
+    """How much of a task was requested; an interrupted run has less."""
 
     prompts: int
     samples: int
@@ -90,9 +89,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The answers of one model, what it was asked, and the settings it answered under.
+    """The answers of one model, the questions, and the settings.
 
-    `asked` is empty where it is not known; then what is there counts as all there should be.
+    `asked` is empty if unknown; the existing answers then count as complete.
     """
 
     label: str
@@ -117,7 +116,7 @@ def by_prompt(evaluation: Evaluation) -> dict[str, dict[int, list[Answer]]]:
 
 
 def in_order(levels: Iterable[str]) -> list[str]:
-    """The distinct levels, with numbers inside their names in the order of numbers.
+    """The distinct levels, with numbers in their names sorted numerically.
 
     >>> in_order(["level 10", "level 9", "level 9"])
     ['level 9', 'level 10']
@@ -126,7 +125,7 @@ def in_order(levels: Iterable[str]) -> list[str]:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Words before numbers; of two numbers without leading zeros the longer is the larger."""
+    """Sort key: words before numbers; of two numbers without leading zeros the longer is larger."""
     pieces = re.split(r"([0-9]+)", name)
     return [
         (1, len(piece.lstrip("0")), piece.lstrip("0")) if number % 2 else (0, 0, piece)
@@ -136,21 +135,21 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def _check_siblings(answers: Sequence[Answer], *, place: str) -> None:
-    """Refuse answers of one prompt that contradict each other."""
+    """Refuse inconsistent answers to one prompt."""
     samples = [answer.sample_index for answer in answers]
     if len(set(samples)) < len(samples):
-        raise DataError(place, f"each answer must be there once, got the samples {samples}")
+        raise DataError(place, f"each sample must occur once, got the samples {samples}")
     for answer in answers:
         for what, one, other in differences(answers[0], answer, "question", "gold", "level"):
             raise DataError(
                 place,
-                f"its answers must share one {what}, got {one} and {other}; give answers to "
-                "different data different task names",
+                f"its answers must share one {what}, got {one} and {other}; use different task "
+                "names for different data",
             )
 
 
 def differences(one: object, other: object, *names: str) -> Iterator[tuple[str, str, str]]:
-    """The attributes that differ between two objects, with both values as text."""
+    """The attributes in which two objects differ, with both values as text."""
     for name in names:
         mine, theirs = (attrgetter(name)(side) for side in (one, other))
         if mine != theirs:
@@ -159,7 +158,7 @@ def differences(one: object, other: object, *names: str) -> Iterator[tuple[str, 
 
 
 def by_level(prompts: Iterable[tuple[str | None, Prompt]]) -> dict[str, list[Prompt]]:
-    """Prompts by their level, in order; empty where there are not several levels."""
+    """Prompts by level, in order; empty unless there are several levels."""
     levels: dict[str, list[Prompt]] = {}
     for level, prompt in prompts:
         if level is not None:
@@ -168,7 +167,7 @@ def by_level(prompts: Iterable[tuple[str | None, Prompt]]) -> dict[str, list[Pro
 
 
 def shared_sizes(tasks: Sequence[Mapping[int, object]]) -> list[int]:
-    """The k that the pass@k of all tasks have in common; none for a single task."""
+    """The k of pass@k that all tasks have; empty for a single task."""
     if len(tasks) < 2:
         return []
     return [k for k in tasks[0] if all(k in passes for passes in tasks)]
@@ -178,7 +177,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 10_000
 
 Values = tuple[float | None, ...]
-"""One prompt's number for each measure; `None` where the prompt has none."""
+"""The value of each measure for one prompt; `None` if it has none."""
 
 Draws = Sequence[float]
 """The resampled means of one measure."""
@@ -192,7 +191,7 @@ class Estimate:
     low: float
     high: float
     num_prompts: int
-    """Prompts it is the mean of."""
+    """Number of prompts in the mean."""
 
 
 def rate_draws(prompts: Sequence[Values], *, key: str) -> list[Draws]:
@@ -208,14 +207,14 @@ def difference_draws(prompts: Sequence[Values], *, key: str) -> list[Draws]:
 
 
 def mean_draws(tasks: Sequence[Draws]) -> Draws:
-    """Resampled macro averages: every task counts the same."""
+    """Resampled macro averages: every task has equal weight."""
     return [math.fsum(drawn) / len(tasks) for drawn in zip(*tasks, strict=True)]
 
 
 def estimate(value: float, draws: Draws, *, num_prompts: int) -> Estimate:
-    """The value with the interval that its resampled means give."""
+    """The value with the interval of its resampled means."""
     ordered = sorted(draws)
-    # the first place at which a draw beyond 0 would make the p-value less than 1 - CONFIDENCE
+    # the position from which one more draw beyond 0 would make the p-value less than 1 - CONFIDENCE
     outside = int((1 - CONFIDENCE) / 2 * (len(ordered) + 1)) - 1
     low, high = ordered[outside], ordered[-1 - outside]
     return Estimate(
@@ -224,20 +223,20 @@ def estimate(value: float, draws: Draws, *, num_prompts: int) -> Estimate:
 
 
 def p_value(draws: Draws) -> float:
-    """How well "no difference" fits, two-sided: below 0.05 where the interval leaves 0 out."""
+    """Two-sided p-value of "no difference": below 0.05 if the interval excludes 0."""
     below = sum(drawn <= 0 for drawn in draws)
     above = sum(drawn >= 0 for drawn in draws)
     return min(1.0, 2 * (min(below, above) + 1) / (len(draws) + 1))
 
 
 def _typical(differences: Sequence[float | None]) -> float:
-    """The size of a difference where there is one; 1 where nothing differs."""
+    """Typical size of a non-zero difference; 1 if there is none."""
     squares = [value * value for value in differences if value]
     return math.sqrt(math.fsum(squares) / len(squares)) if squares else 1.0
 
 
 def _cell_order(cell: tuple[Values, int]) -> tuple[int, list[tuple[bool, float]]]:
-    """Rare values first, and never by the order in which the prompts come."""
+    """Rare values first, independent of the order of prompts."""
     values, count = cell
     return count, [(value is None, value or 0.0) for value in values]
 
@@ -262,7 +261,7 @@ def _resample(
     log, uniform, gamma = math.log, random.random, random.gammavariate
     draws = []
     for _ in range(RESAMPLES):
-        # a gamma number of shape 1 is an exponential one, which is several times cheaper
+        # a gamma variable of shape 1 is exponential, which is several times cheaper
         weights = [-log(1.0 - uniform()) for _ in range(num_single)]
         weights += [gamma(count, 1.0) for count in counts]
         whole = {mask: sum(compress(weights, mask)) for mask in masks}
@@ -278,13 +277,13 @@ class Estimates:
     level: str | None
     """`None`: the whole task."""
     samples: int
-    """Answers a prompt should have: k of mean@k."""
+    """Expected answers per prompt: k of mean@k."""
     num_prompts: int
     """Prompts with at least one answer."""
     num_short: int
-    """Those of them that have fewer than `samples` answers."""
+    """Prompts with answers, but fewer than `samples`."""
     num_missing: int | None
-    """Prompts without any answer; `None` where it is not known how many there should be."""
+    """Prompts without answers; `None` if the expected number is unknown."""
     num_answers: int
     passes: Mapping[int, Estimate]
     """pass@k for k = 1, 2, 4, ... and `samples`, as far as there are prompts with k answers."""
@@ -295,9 +294,9 @@ class Estimates:
     truncated: float
     """Share of the answers that reached the token limit."""
     failures: Mapping[Failure, int]
-    """Answers without a verdict, which count as wrong."""
+    """Answers that could not be scored, which count as wrong."""
     reward_parts: Mapping[str, float]
-    """Means of the named parts of the reward."""
+    """Means of the components of the reward."""
 
     @property
     def mean(self) -> Estimate:
@@ -311,7 +310,7 @@ class Summary:
 
     parts: tuple[Estimates, ...]
     macro: Mapping[int, Estimate]
-    """pass@k with every task counting the same (`num_prompts` counts all); empty for one task."""
+    """pass@k averaged over tasks with equal weight; empty for one task."""
 
     @property
     def tasks(self) -> tuple[Estimates, ...]:
@@ -324,9 +323,9 @@ class Summary:
 
 
 def pass_at(k: int, *, num_right: int, num_samples: int) -> float:
-    """An unbiased estimate of the chance that one of k answers is right.
+    """Unbiased estimate of the probability that one of k answers is right.
 
-    That is the share of the ways to choose k of the answers that contain a right one.
+    It is the share of the k-subsets of the answers that contain a right one.
 
     >>> pass_at(1, num_right=1, num_samples=4), pass_at(2, num_right=1, num_samples=4)
     (0.25, 0.5)
@@ -354,7 +353,7 @@ def prompt_passes(answers: Sequence[Answer], sizes: Sequence[int]) -> Values:
 
 
 def column_mean(column: Sequence[float | None]) -> tuple[float, int]:
-    """The mean of what is there, and how much is there."""
+    """The mean of the known values, and their number."""
     present = [value for value in column if value is not None]
     return math.fsum(present) / len(present), len(present)
 
@@ -434,7 +433,7 @@ def _means_of_parts(prompts: Sequence[Sequence[Answer]]) -> dict[str, float]:
 def _mean(
     prompts: Sequence[Sequence[Answer]], number: Callable[[Answer], float | None]
 ) -> float | None:
-    """The mean over prompts of the mean over their answers; `None` where nothing has a number."""
+    """The mean over prompts of the mean over their answers; `None` if no answer has a value."""
     means = []
     for answers in prompts:
         present = [value for answer in answers if (value := number(answer)) is not None]
@@ -444,7 +443,7 @@ def _mean(
 
 
 def _macro(parts: Sequence[Estimates], draws: Sequence[Mapping[int, Draws]]) -> dict[int, Estimate]:
-    """pass@k with every task counting the same, for each k that all tasks have."""
+    """pass@k averaged over tasks with equal weight, for each k that all tasks have."""
     tasks = [part for part in parts if part.level is None]
     return {
         k: estimate(

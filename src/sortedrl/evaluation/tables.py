@@ -1,4 +1,4 @@
-"""The numbers of evaluations and comparisons as rows, to print and to dump as JSON."""
+"""Results of evaluations and comparisons as rows, for tables and JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sortedrl.evaluation.comparison import Comparison, Contrast, Difference
 from sortedrl.evaluation.statistics import Estimate, Estimates, Summary
 
 MACRO = "macro average"
-"""The name of the row in which every task counts the same."""
+"""The name of the row in which every task has equal weight."""
 
 Table = tuple[list[str], list[list[str]]]
 """Headings, and rows of text."""
@@ -17,7 +17,7 @@ Table = tuple[list[str], list[list[str]]]
 def summary_rows(summary: Summary) -> list[dict[str, object]]:
     """One flat row for each task, level and the macro average, for scripts and `summary.json`.
 
-    The macro average stands under the task name `MACRO`; what it has no number for is `None`.
+    The macro average has the task name `MACRO`; missing values are `None`.
     """
     rows = [_row(part) for part in summary.parts]
     if summary.macro:
@@ -92,7 +92,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def pass_table(comparison: Comparison) -> Table:
-    """The changes of pass@k beyond k = 1 as text; without rows where there is only k = 1."""
+    """The changes of pass@k for k above 1 as text; without rows if there are none."""
     sizes = sorted({k for part in comparison.tasks for k in part.passes if k > 1})
     parts = [(_names(part)[:2], part.passes) for part in comparison.parts]
     if comparison.macro:
@@ -105,13 +105,13 @@ def pass_table(comparison: Comparison) -> Table:
 
 
 def _names(part: Estimates | Contrast) -> list[str]:
-    """The first cells of a row: task, level, and how many prompts."""
+    """The first cells of a row: task, level and number of prompts."""
     level = "" if part.level is None else level_name(part.level)
     return [part.task, level, f"{part.num_prompts:,}"]
 
 
 def level_name(level: str) -> str:
-    """A level that says what it is.
+    """A level's name for display.
 
     >>> level_name("3"), level_name("3 people")
     ('level 3', '3 people')
@@ -135,7 +135,7 @@ def points(change: float) -> str:
 
 
 def chance(p: float) -> str:
-    """A p-value in as many digits as it deserves.
+    """A p-value with a sensible number of digits.
 
     >>> chance(0.00002), chance(0.0312), chance(0.57)
     ('< 0.001', '0.031', '0.57')

@@ -1,1 +1,1 @@
-"""Models and tokenizers by name: from the hub, a folder, a GGUF file, or made from a spec."""
+"""Models and tokenizers: from the hub, a folder, a GGUF file, or a `tiny` spec."""

@@ -1,7 +1,6 @@
 """Replaceable attention, plain log-probabilities, and checks for finite weights.
 
-`plain_logprobs` is what a model computes on its own, one text in one pass without a KV cache: every
-engine is compared with it.
+`plain_logprobs` is the reference for every engine: one text, one forward pass, no KV cache.
 
 Axes: T positions of a text, V vocabulary, R rows, H query heads, K key/value heads, D head
 dimension.
@@ -20,7 +19,7 @@ from sortedrl.errors import ModelError
 
 
 def refuse_foreign_attention(model: PreTrainedModel, *, instead: str) -> None:
-    """Refuse attention in which rows depend on their neighbours; `instead` says what to do."""
+    """Refuse attention in which rows of a batch affect each other; `instead` says what to do."""
     name = type(model).__name__
     if not model._supports_attention_backend:
         raise ModelError(
@@ -40,20 +39,20 @@ def refuse_foreign_attention(model: PreTrainedModel, *, instead: str) -> None:
 
 
 class AttentionInputs(NamedTuple):
-    """What transformers gives to the attention of one layer."""
+    """The arguments that transformers passes to the attention of one layer."""
 
     module: nn.Module
     q_1HRD: Tensor
     k_1KRD: Tensor
     v_1KRD: Tensor
     scale: float
-    """Scores are multiplied by it."""
+    """Factor of the scores."""
     window: int | None
-    """Keys that a query sees at most; `None` for all."""
+    """Sliding window: maximum number of keys per query; `None` for all."""
 
     @property
     def layer(self) -> int:
-        """The number of the layer."""
+        """The index of the layer."""
         layer = self.module.layer_idx
         assert isinstance(layer, int), "transformers numbers its attention layers"
         return layer
@@ -69,10 +68,10 @@ def register_attention(
 ) -> None:
     """Register an attention with transformers, under a name for `_attn_implementation`.
 
-    `attend` is given what the model was called with under the keyword `argument`, and returns the
-    output as `[1, R, H, D]`. No mask is registered under the name, so transformers makes none. An
-    attention that is more than a softmax of scaled scores is refused; `instead` says what to do.
-    Compiled layers take a traceable attention into their graph, and are cut in two at any other.
+    `attend` gets the model's keyword argument `argument`, and returns the output as `[1, R, H, D]`.
+    No mask is registered under the name, so transformers creates none. Attention other than a
+    softmax of scaled scores is refused; `instead` says what to do. Only a traceable attention can
+    be part of a compiled graph; any other causes a graph break.
     """
 
     def attention(
@@ -123,7 +122,7 @@ def best_logprobs(model: PreTrainedModel, tokens: Sequence[int], *, after: int) 
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors that hold a NaN or an infinite number."""
+    """The names of tensors that contain NaN or infinity."""
     return [
         name
         for name, tensor in tensors.items()

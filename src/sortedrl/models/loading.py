@@ -1,10 +1,8 @@
 """Loads a model and its tokenizer: from the hub, a folder, a GGUF file or the spec `tiny`.
 
-Nothing here pads, and a tokenizer needs neither a pad token nor a chat template. transformers shows
-no progress bars meanwhile: a run has its own.
-
-A process that keeps only a part of a model takes `model_without_weights`, and reads the rows it
-needs from `stored_weights`.
+Nothing is padded, and a tokenizer needs neither a pad token nor a chat template. The progress bars
+of transformers are disabled: a run has its own. A process that keeps only part of a model uses
+`model_without_weights`, and reads the rows it needs from `stored_weights`.
 """
 
 from __future__ import annotations
@@ -63,9 +61,9 @@ def without_bars() -> Iterator[None]:
 def load_model(
     name: str | Path, *, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> PreTrainedModel:
-    """A causal language model, by default on the GPU in bf16, or on the CPU in fp32.
+    """Load a causal language model, by default to the GPU in bf16, or to the CPU in fp32.
 
-    The GPU it is on becomes the one that kernels and graphs are launched on.
+    Its GPU becomes the current CUDA device.
     """
     where = _device(device)
     index: int | None = where.index
@@ -100,7 +98,7 @@ def _device(name: torch.device | str | None) -> torch.device:
 def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
     """The tokenizer that belongs to a model."""
     if is_tiny(str(name)):
-        tiny_settings(str(name))  # a spec that is wrong is refused here as well
+        tiny_settings(str(name))  # refuses an invalid spec
         return tiny_tokenizer()
     folder, gguf = folder_and_gguf(name)
     refuse_wrong_path(name)
@@ -116,8 +114,8 @@ def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
                     if is_here
                     else AutoConfig.from_pretrained(folder, gguf_file=gguf),
                 )
-            tokenizer.encode("a")  # some damage shows with the first text
-    except Exception as error:  # damaged files make libraries raise of every kind
+            tokenizer.encode("a")  # some damage only shows on first use
+    except Exception as error:  # damaged files raise all kinds of errors
         raise ModelError(
             f"cannot load a tokenizer from {name}: {first_line(error)}{not_here(name)}"
         ) from error
@@ -127,10 +125,10 @@ def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
 
 
 def _take_end_token(tokenizer: Any, config: Any) -> None:  # noqa: ANN401
-    """Give the tokenizer of a GGUF file the end token that the file names.
+    """Set the end token of a tokenizer from a GGUF file as in the file.
 
-    transformers takes the begin token of a byte-level BPE for it, so an answer to be imitated
-    would end with what begins a message.
+    transformers uses the begin token of a byte-level BPE instead, so an imitated answer would end
+    with the start of a message.
     """
     given: int | list[int] | None = config.eos_token_id
     ends = given if isinstance(given, list) else [given]
@@ -145,7 +143,7 @@ def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def stop_tokens_of(name: str | Path) -> tuple[int, ...]:
-    """The stop tokens of a model whose weights are not loaded."""
+    """The stop tokens of a model, without loading its weights."""
     if is_tiny(str(name)):
         return stop_tokens(tiny_model(tiny_settings(str(name))))
     folder, gguf = folder_and_gguf(name)
@@ -153,17 +151,17 @@ def stop_tokens_of(name: str | Path) -> tuple[int, ...]:
     try:
         stop = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:
-        # A model without such a file has what its config says.
+        # Without such a file, the config has them.
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
         stop = GenerationConfig.from_model_config(config).eos_token_id
     return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, or of every `.safetensors` file of a folder."""
+    """All tensors of a file, or of every `.safetensors` file in a folder."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
-        raise DataError(path, "holds no .safetensors file")
+        raise DataError(path, "has no .safetensors file")
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
@@ -191,7 +189,7 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
             )
     except ModelError:
         raise
-    except Exception as error:  # damaged files make libraries raise of every kind
+    except Exception as error:  # damaged files raise all kinds of errors
         raise ModelError(
             f"cannot load {name} as a causal language model: {first_line(error)}{not_here(name)}"
         ) from error
@@ -199,7 +197,7 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def model_without_weights(name: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """What `load_model` gives on the CPU, but with weights that take no memory (meta device)."""
+    """Like `load_model` on the CPU, but with weights on the meta device."""
     with _weights_on_meta():
         model = _in_memory(name, dtype) if is_tiny(str(name)) else _as_configured(name, dtype)
     made: PreTrainedModel = model.eval()
@@ -216,11 +214,11 @@ def _as_configured(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ModelError:
         raise
-    except Exception as error:  # damaged files make libraries raise of every kind
+    except Exception as error:  # damaged files raise all kinds of errors
         raise ModelError(
             f"cannot load {name} as a causal language model: {first_line(error)}"
         ) from error
-    # A model without such a file has what its config says.
+    # Without such a file, the config has them.
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
@@ -228,14 +226,14 @@ def _as_configured(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def _weights_on_meta() -> Iterator[None]:
-    """Modules that are made inside have weights without memory; their buffers have values."""
+    """Create the parameters of new modules on the meta device; buffers have values."""
 
     def without_memory(_: nn.Module, __: str, weight: nn.Parameter) -> nn.Parameter | None:
         if weight.is_meta:
             return None
         return nn.Parameter(weight.to("meta"), requires_grad=weight.requires_grad)
 
-    # Its type says that a hook gives nothing, but what it gives is registered.
+    # The type says that a hook returns nothing, but its result is registered.
     hook = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]
     try:
         yield
@@ -244,10 +242,10 @@ def _weights_on_meta() -> Iterator[None]:
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The weights of a model by name, read from its safetensors files when they are asked for."""
+    """The weights of a model by name, read from its safetensors files on access."""
 
     def __init__(self, files: Mapping[str, Path], *, dtype: torch.dtype) -> None:
-        """The file of each weight, and the precision to give them in."""
+        """`files` maps weights to files; `dtype` is the precision to return."""
         self._files = files
         self._dtype = dtype
 
@@ -264,10 +262,10 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self._files)
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows of a weight, in memory of their own; nothing else is read."""
+        """Rows of a weight as a copy; nothing else is read."""
         path = self._files[name]
         try:
-            # Opened each time: what a file has shown of itself stays in memory while it is open.
+            # Reopened each time: mapped pages stay in memory while the file is open.
             with safe_open(path, framework="pt") as file:
                 part: Tensor = file.get_slice(name)[start:stop]
                 return part.to(self._dtype, copy=True)
@@ -278,10 +276,10 @@ class StoredWeights(Mapping[str, Tensor]):
 def stored_weights(
     name: str | Path, tensors: Mapping[str, Tensor], *, dtype: torch.dtype
 ) -> StoredWeights | None:
-    """The weights of a model, where its safetensors files have them by these names and shapes.
+    """Lazy weights of a model, if its safetensors files have these names and shapes.
 
-    `None` where transformers must load the model to know them: `tiny`, GGUF and other formats, and
-    files with names, shapes or ties of their own.
+    `None` if transformers must load the model: `tiny`, GGUF and other formats, and files with other
+    names, shapes or ties.
     """
     if is_tiny(str(name)) or folder_and_gguf(name)[1] is not None:
         return None
@@ -303,14 +301,14 @@ def stored_weights(
 
 
 def weights_of(name: str | Path, *, dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """The weights of a model by name: read when they are asked for, or else all in main memory."""
+    """The weights of a model by name: lazy if possible, otherwise in main memory."""
     tensors = model_without_weights(name, dtype=dtype).state_dict(keep_vars=True)
     stored = stored_weights(name, tensors, dtype=dtype)
     return load_model(name, dtype=dtype, device="cpu").state_dict() if stored is None else stored
 
 
 def names_by_tensor(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of the same tensor together, in the order in which tensors are first named."""
+    """Names grouped by tensor, in the order of first mention."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
@@ -318,7 +316,7 @@ def names_by_tensor(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _safetensors_files(name: str) -> list[Path]:
-    """The safetensors files of a model; none if it has other files."""
+    """The safetensors files of a model; empty if it has other files."""
     with suppress(OSError):
         return [Path(_file(name, SAFE_WEIGHTS_NAME))]
     try:
@@ -340,10 +338,10 @@ def _file(name: str, file: str) -> str:
 
 
 def _unpacking() -> object:
-    """What makes transformers unpack a GGUF file: packed weights are neither trained nor saved."""
+    """Makes transformers dequantize a GGUF file: quantized weights cannot be trained or saved."""
     try:
         from transformers import GgufConfig
-    except ImportError:  # releases before it always unpack
+    except ImportError:  # older releases always dequantize
         return None
     return GgufConfig(dequantize=True)
 
@@ -352,9 +350,9 @@ def _refuse_quantized(name: str | Path, config: Any) -> None:  # noqa: ANN401
     found = config.to_dict().get("quantization_config")
     if found is not None:
         raise ModelError(
-            f"{name} must hold plain weights, got weights quantized with "
-            f"{found.get('quant_method')!r}, which cannot be trained; use the model that it was "
-            "made from, or a GGUF file, which is unpacked"
+            f"{name} must have unquantized weights, got weights quantized with "
+            f"{found.get('quant_method')!r}, which cannot be trained; use the original model, or "
+            "a GGUF file, which is dequantized"
         )
 
 
@@ -368,7 +366,7 @@ def _refuse_without_gguf(gguf: str | None) -> None:
 
 
 def folder_and_gguf(name: str | Path) -> tuple[str, str | None]:
-    """A name as transformers takes it: the folder or hub name, and the GGUF file in it."""
+    """The folder or hub name for transformers, and the GGUF file in it."""
     path = Path(name)
     return (str(path.parent), path.name) if path.suffix == ".gguf" else (str(name), None)
 
@@ -381,6 +379,6 @@ def _refuse_too_big(model: PreTrainedModel, device: torch.device) -> None:
     if needed > free:
         raise ModelError(
             f"the model's {needed / _GIB:.1f} GiB of weights do not fit into the "
-            f"{free / _GIB:.1f} GiB free on {device}; in its present precision a model of "
-            f"{free / needed:.0%} of this size would fit: use a smaller dtype or model"
+            f"{free / _GIB:.1f} GiB free on {device}; a model of {free / needed:.0%} of this size "
+            "would fit: use a smaller dtype or model"
         )

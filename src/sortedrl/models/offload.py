@@ -1,7 +1,8 @@
-"""Tensors in main memory: engine and trainer that share a GPU release their memory in turn.
+"""Offloading tensors to main memory, for an engine and a trainer that share a GPU.
 
-Offloaded tensors stay the same objects, so references to them stay valid. Between `offload` and
-`onload` nobody may read or write them. Copies in main memory are apart from what they were made of.
+Offloaded tensors stay the same objects, so references remain valid. They must not be read or
+written between `offload` and `onload`. Copies in main memory do not share storage with the
+originals.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ T = TypeVar("T")
 
 
 def in_buckets(sized: Iterable[tuple[T, int]], *, max_bytes: int) -> Iterator[list[T]]:
-    """Things with their bytes in lists of at most `max_bytes`; a larger one has its own list.
+    """Group items with sizes into buckets of at most `max_bytes`; a larger item gets its own.
 
-    They are taken one after the other, so they may be made as they are asked for.
+    Items are consumed lazily.
     """
     bucket: list[T] = []
     size = 0
@@ -39,7 +40,7 @@ class Offloader:
     """Frees the memory of tensors and restores it."""
 
     def __init__(self, *, keep_values: bool) -> None:
-        """With `keep_values` the values move to main memory; without, they come back as zeros."""
+        """With `keep_values` the values move to main memory; otherwise they come back as zeros."""
         self._keep_values = keep_values
         self._offloaded: list[tuple[Tensor, int, Tensor | None]] = []
 
@@ -72,7 +73,7 @@ class Offloader:
 
     @torch.no_grad()
     def onload(self) -> None:
-        """Restore the memory, with the values that were kept."""
+        """Restore the memory, and the values if kept."""
         for whole, size, kept in self._offloaded:
             whole.untyped_storage().resize_(size)
             if kept is None:
@@ -90,7 +91,7 @@ def _copy(whole: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in main memory by the same names; names of one tensor have one copy."""
+    """Copies in main memory by the same names; tied names share one copy."""
     made: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
     found = {}
     for name, tensor in tensors.items():
@@ -105,7 +106,7 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def free_main_memory() -> int:
-    """Bytes that programs can still get without swapping."""
+    """Bytes of main memory available without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not on Linux

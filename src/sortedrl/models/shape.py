@@ -1,19 +1,18 @@
-"""The sizes of a model, known without its weights.
+"""The sizes of a model, without loading its weights.
 
 They come from the config of a hub name or a folder, the header of a GGUF file, or the spec `tiny`;
-parameters are counted on a model without memory (the meta device), so they are exact.
-
-For a few public models the shapes are known here, for planning without a network. They are one kind
-of decoder: queries, keys, values and their output, then three matrices of the feed-forward part,
-with a norm before each. Qwen2.5 has a bias on queries, keys and values.
+parameters are counted on a meta-device model, so they are exact. Shapes of a few public models are
+built in, for planning without a network. These are decoders of one kind: query, key, value and
+output projections, then a gated MLP, with a norm before each. Qwen2.5 has a bias on queries, keys
+and values.
 
 The config of a GGUF file is read from its header:
 
     header: magic, version, counts | keys with values | names and sizes of tensors | data
 
-transformers makes a config of the keys, but parses every token and merge on the way, ten seconds
-for a large vocabulary. So it is given a file with the same keys and tensor names, in which long
-lists are left out and tensors have one number. Of the data it only matters that it is there.
+transformers builds a config from the keys, but parses every token and merge on the way, which takes
+ten seconds for a large vocabulary. It is therefore given a file with the same keys and tensor
+names, but without long lists, and with tensors of one number.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _NAME = "header.gguf"
 
 
 def gguf_config(path: Path) -> Any:  # noqa: ANN401
-    """The config that transformers reads from a GGUF file; damaged files raise of every kind."""
+    """The config of a GGUF file; damaged files raise all kinds of errors."""
     from transformers import AutoConfig
 
     with TemporaryDirectory() as folder:
@@ -52,22 +51,22 @@ def gguf_config(path: Path) -> Any:  # noqa: ANN401
 
 
 def _short(path: Path) -> bytes:
-    """A GGUF file with the same keys and tensor names, and hardly anything else."""
+    """A minimal GGUF file with the same keys and tensor names."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _Header(data).short()
 
 
 class _Header:
-    """Goes through the header of a file from its beginning."""
+    """Parses the header of a GGUF file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
 
     def short(self) -> bytes:
-        """The header with what matters for a config, and one number as data."""
+        """A minimal header for a config, with one number as data."""
         if self._take(4) != _MAGIC:
-            raise ValueError("it does not begin as a GGUF file does")
+            raise ValueError("it does not start with the GGUF magic number")
         version, num_tensors, num_keys = self._unpack("<IQQ")
         keys, lengths, architecture = [], dict[str, int](), ""
         for _ in range(num_keys):
@@ -91,14 +90,14 @@ class _Header:
             raise ValueError("its tensors are cut off")
         names = [name for name, _ in tensors]
         head = _MAGIC + struct.pack("<IQQ", version, len(names), len(keys)) + b"".join(keys)
-        # One dimension of one fp32 number, at the beginning of the data.
+        # One dimension of one fp32 number, at the start of the data.
         head += b"".join(
             struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 1, 0, 0) for name in names
         )
         return head + bytes(-len(head) % _ALIGNMENT + _ALIGNMENT)
 
     def _value(self) -> int:
-        """Skip a value; gives the length of a text or a list, 1 for a number."""
+        """Skip a value; returns the length of a text or a list, 1 for a number."""
         (kind,) = self._unpack("<I")
         if kind == _STRING:
             return len(self._bytes())
@@ -114,7 +113,7 @@ class _Header:
         return int(length)
 
     def _tensor(self) -> tuple[bytes, int]:
-        """Skip the entry of a tensor; gives its name and where its data begins."""
+        """Skip a tensor entry; returns its name and its offset."""
         name = self._bytes()
         (num_dimensions,) = self._unpack("<I")
         self._take(8 * num_dimensions)
@@ -142,35 +141,35 @@ class _Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What memory and speed depend on."""
+    """The sizes that memory and speed depend on."""
 
     name: str
     parameters: int
-    """Numbers in all weights; tied ones count once."""
+    """Number of parameters; tied ones count once."""
     layers: int
     hidden: int
     """Width of the residual stream."""
     inner: int
-    """Width inside the feed-forward part of a layer."""
+    """Width of the MLP."""
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
     context: int
-    """Tokens of prompt and answer together that the model was made for."""
+    """Context length of the model: prompt and answer tokens."""
     is_tied: bool
-    """Whether the output layer is the embedding."""
+    """Whether the output layer shares the embedding."""
     linear_width: int
-    """Inputs and outputs of all linear layers but the output layer, added up: the numbers that
-    an adapter of rank 1 has."""
+    """Sum of inputs and outputs over all linear layers except the output layer: the parameters of
+    rank-1 adapters."""
 
     @property
     def output_parameters(self) -> int:
-        """Numbers of the output layer that are its own."""
+        """Parameters of the output layer that are not tied."""
         return 0 if self.is_tied else self.vocabulary * self.hidden
 
     def cache_token_bytes(self, number_bytes: int) -> int:
-        """Keys and values of one token in all layers."""
+        """Size of the keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * number_bytes
 
 
@@ -189,7 +188,7 @@ def shape_of(name: str | Path) -> Shape:
             config = gguf_config(Path(name))
         else:
             config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
-    except Exception as error:  # damaged files make libraries raise of every kind
+    except Exception as error:  # damaged files raise all kinds of errors
         raise ModelError(
             f"cannot read the sizes of {name}: {first_line(error)}{not_here(name)}; give the "
             "folder of a model (with its config.json), a GGUF file, tiny, or a hub name that can "
@@ -199,12 +198,12 @@ def shape_of(name: str | Path) -> Shape:
 
 
 def shape_of_config(config: Any, *, name: str) -> Shape:  # noqa: ANN401
-    """The shape that a transformers config describes."""
+    """The shape of a transformers config."""
     try:
         return _shape(config, name=name)
     except ModelError:
         raise
-    except Exception as error:  # and so do numbers that do not fit together
+    except Exception as error:  # inconsistent numbers do too
         raise ModelError(f"{name} is not a causal language model: {first_line(error)}") from error
 
 
@@ -243,7 +242,7 @@ def _shape(config: Any, *, name: str) -> Shape:  # noqa: ANN401
 
 
 def first_line(error: Exception) -> str:
-    """What an error says in one line, with the second where the first announces it."""
+    """The first line of an error, plus the second if the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -251,7 +250,7 @@ def first_line(error: Exception) -> str:
 
 
 def refuse_wrong_path(name: str | Path) -> None:
-    """Refuse a path that does not exist, which transformers would take for a name of the hub."""
+    """Refuse a missing path, which transformers would take for a hub name."""
     path = Path(name)
     folder = path.parent if path.suffix == ".gguf" else path
     is_path = str(name).startswith((".", "/", "~")) or len(folder.parts) > 2
@@ -265,12 +264,12 @@ def refuse_wrong_path(name: str | Path) -> None:
 
 
 def not_here(name: str | Path) -> str:
-    """The end of a message about a hub name: it may have been meant as a folder."""
+    """The end of an error about a hub name, which may have been meant as a folder."""
     return "" if Path(name).exists() else f"; nor is there a folder {name}"
 
 
 class _Decoder(NamedTuple):
-    """A decoder with gated feed-forward layers, as Llama and Qwen are."""
+    """A decoder with a gated MLP, as in Llama and Qwen."""
 
     layers: int
     hidden: int
@@ -282,7 +281,7 @@ class _Decoder(NamedTuple):
     has_bias: bool
 
     def shape(self, name: str, *, context: int) -> Shape:
-        """Its shape, counted from its sizes."""
+        """The shape, computed from the sizes."""
         hidden, inner = self.hidden, self.inner
         head_dim = hidden // self.heads
         queries, keys = self.heads * head_dim, self.kv_heads * head_dim

@@ -1,13 +1,12 @@
-"""The model `tiny`: a small Llama with a tokenizer of single bytes, made from a spec.
+"""The model `tiny`: a small Llama with a byte tokenizer, built from a spec.
 
     tiny
     tiny:hidden=128,layers=3,heads=4,context=1024,seed=0
 
-Nothing is downloaded; the spec alone decides every weight. A folder of that name is `./tiny`.
+Nothing is downloaded; the spec determines every weight. A folder of that name is `./tiny`.
 
-The tokenizer has one token for each byte, with the byte as its number, one for each tag of the
-compact puzzles, and two that text never needs: `<pad>` and `<eos>`. So every text can be written,
-and a compact puzzle has as many tokens as symbols.
+The tokenizer has one token per byte, with the byte as its id, one per tag of the compact puzzles,
+and `<pad>` and `<eos>`. It can encode any text, and a compact puzzle has as many tokens as symbols.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ class TinySettings:
     heads: int = 4
     """Attention heads of each layer."""
     context: int = 1024
-    """Tokens of prompt and answer together."""
+    """Context length: prompt and answer tokens."""
     seed: int = 0
     """Seed of the initial weights."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         for name, value in (
             ("hidden", self.hidden),
             ("layers", self.layers),
@@ -59,7 +58,7 @@ class TinySettings:
         require(
             self.hidden % (2 * self.heads) == 0,
             f"tiny: hidden must be a multiple of twice the heads ({2 * self.heads}), because each "
-            f"head turns pairs of numbers, got {self.hidden}",
+            f"head rotates pairs of dimensions, got {self.hidden}",
         )
         require(
             self.layers * self.hidden**2 <= _MOST_SQUARES and self.context <= _MOST_CONTEXT,
@@ -71,17 +70,17 @@ class TinySettings:
 
     @property
     def inner(self) -> int:
-        """Width inside a layer: 8/3 of the hidden width, as in other gated models, rounded up."""
+        """Width of the MLP: 8/3 of the hidden width, as in other gated models, rounded up."""
         return -(-8 * self.hidden // (3 * _INNER_MULTIPLE)) * _INNER_MULTIPLE
 
 
 def is_tiny(name: str) -> bool:
-    """Whether a model's name is a spec of this kind."""
+    """Whether a model's name is a `tiny` spec."""
     return name == NAME or name.startswith(f"{NAME}:")
 
 
 def tiny_settings(spec: str) -> TinySettings:
-    """The sizes that a spec names."""
+    """The sizes of a spec."""
     _, options = parsed(spec, what="model")
     return settings_of(TinySettings, options, called=f"model {spec!r}")
 
@@ -105,12 +104,12 @@ def tiny_config(settings: TinySettings) -> LlamaConfig:
 
 
 def tiny_model(settings: TinySettings) -> LlamaForCausalLM:
-    """The model before any training, in fp32 on the CPU; other random numbers stay as they were."""
+    """The initial model, in fp32 on the CPU; the global random state is preserved."""
     import torch
     from transformers import LlamaForCausalLM
 
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
-        # torch.manual_seed would seed the GPUs as well.
+        # torch.manual_seed would seed the GPUs too.
         torch.default_generator.manual_seed(settings.seed)
         return LlamaForCausalLM(tiny_config(settings))
 
@@ -137,7 +136,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_letters() -> list[str]:
-    """For each byte the letter that a byte-level tokenizer writes it as.
+    """The letter of each byte in a byte-level tokenizer.
 
     Printable Latin-1 bytes stand for themselves, the others take the letters from 256 on, in order.
     """

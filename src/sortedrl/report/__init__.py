@@ -1,6 +1,6 @@
-"""What shows a run to a person.
+"""Reports of runs.
 
-record -> page (sections, charts), trace: a run's folder, read and drawn
-advice: what to change, and what the simulator predicts that it gains
-live: the panel on the terminal; watch: the page, served while the run is in progress
+record -> page (sections, charts), trace: read a run folder and draw it
+advice: what to change, with gains predicted by the simulator
+live: the panel in the terminal; watch: the page, served while the run is in progress
 """

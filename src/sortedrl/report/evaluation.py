@@ -1,9 +1,9 @@
-"""The page of an evaluation, or of two compared: findings, tables, pictures and answers to browse.
+"""The page of an evaluation, or of two compared: findings, tables, charts and answers to browse.
 
-It is one file that opens from disk. What models and data sets wrote is shown as text, never as
-markup (see `html`), and the answers travel as data that the page's script turns into text nodes.
-First come the answers that show the flipped prompts, then the first answers to prompts evenly
-spread over all tasks, then the second ones, and so on, up to what a page can carry.
+It is a single file that opens from disk. Text from models and data sets is always escaped (see
+`html`), and the answers are data that the page's script turns into text nodes.
+First come the answers to flipped prompts, then the first answers to prompts evenly spread over all
+tasks, then the second ones, and so on, up to a limit for the page.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from sortedrl.report.html import (
 )
 
 _MANY_TRUNCATED = 0.05
-"""Share of truncated answers from which it is worth a note."""
+"""Share of truncated answers above which there is a note."""
 _FEW_ANSWERED = 0.95
-"""Share of answers in the requested format below which it is worth a note."""
+"""Share of answers in the requested format below which there is a note."""
 MAX_SAMPLES = 2000
 MAX_FLIPS = 200
 PromptKey = tuple[str, int]
@@ -66,7 +66,7 @@ Place = tuple[int, Answer]
 
 
 def evaluation_page(evaluations: Sequence[Evaluation], comparison: Comparison | None) -> str:
-    """The page of these evaluations; `comparison` is that of the first two."""
+    """The page of these evaluations; `comparison` is of the first two."""
     needed = 1 if comparison is None else 2
     if len(evaluations) < needed:
         raise ValueError(f"the page needs {needed} evaluations or more, got {len(evaluations)}")
@@ -121,7 +121,7 @@ def _numbers(evaluations: Sequence[Evaluation], summaries: Sequence[Summary]) ->
 
 
 def _nested(cells: Table, *, caption: str) -> str:
-    """A table of tasks and levels with the levels set back under their task."""
+    """A table of tasks and levels, with levels muted under their task."""
     headings, rows = cells
     return table(
         [headings[0], *headings[2:]],
@@ -151,7 +151,7 @@ def _compared(comparison: Comparison) -> str:
         for task, unpaired in comparison.unpaired.items()
         if unpaired.before or unpaired.after
     ]
-    note = f"<p>Prompts left out: {escape('; '.join(left_out))}.</p>" if left_out else ""
+    note = f"<p>Prompts excluded: {escape('; '.join(left_out))}.</p>" if left_out else ""
     return (
         f"<section><h2>Paired comparison by prompt</h2>"
         f"{_nested(comparison_table(comparison), caption=caption)}{note}"
@@ -167,7 +167,7 @@ def _flips(comparison: Comparison) -> str:
     cap = f" The {MAX_FLIPS} largest changes are shown." if gains + losses > MAX_FLIPS else ""
     return (
         f"<section><h2>Prompts that flipped: {gains:,} to right, {losses:,} to wrong</h2>"
-        f"<p>At least half of the answers are right on one side only.{cap}</p>"
+        f"<p>At least half of the answers are right in one evaluation only.{cap}</p>"
         "<form id='flip-filters' class='filters'><label>show <select name='way'>"
         "<option value=''>both ways</option><option value='gain'>to right</option>"
         "<option value='loss'>to wrong</option></select></label></form>"
@@ -176,7 +176,7 @@ def _flips(comparison: Comparison) -> str:
 
 
 def _tasks(evaluations: Sequence[Evaluation], summaries: Sequence[Summary]) -> Iterator[str]:
-    """A section of pictures for each task."""
+    """A section of charts for each task."""
     names = dict.fromkeys(part.task for summary in summaries for part in summary.tasks)
     for task in names:
         figures = [*_level_figure(task, summaries), *_pass_figure(task, summaries)]
@@ -244,7 +244,7 @@ def _browser(evaluations: Sequence[Evaluation], *, num_shown: int) -> str:
         "<option value='failure'>no verdict</option></select></label>"
         "<label>tokens from <input name='least' type='number' min='0' step='1'></label>"
         "<label>to <input name='most' type='number' min='0' step='1'></label>"
-        "<label>order <select name='order'><option value=''>as asked</option>"
+        "<label>order <select name='order'><option value=''>by prompt</option>"
         "<option value='short'>shortest first</option><option value='long'>longest first</option>"
         "</select></label>"
         "<label class='wide'>search <input name='words' type='search'></label></form>"
@@ -289,7 +289,7 @@ def _figure(caption: str, picture: str) -> str:
 
 
 def _key(evaluations: Sequence[Evaluation]) -> str:
-    """Which colour is whose."""
+    """The colour key of the evaluations."""
     entries = "".join(
         f"<li><span class='swatch {series_class(number)}'></span>{escape(evaluation.label)}</li>"
         for number, evaluation in enumerate(evaluations)
@@ -304,7 +304,7 @@ def _name(part: Estimates | Contrast) -> str:
 def summary_headline(
     evaluations: Sequence[Evaluation], summaries: Sequence[Summary]
 ) -> tuple[str, str]:
-    """The headline of a single evaluation, or of several side by side."""
+    """Headline and lead of one evaluation, or of several side by side."""
     if len(evaluations) > 1:
         rates = [
             f"{evaluation.label} {percent(_best_known(summary).value)}"
@@ -327,7 +327,7 @@ def summary_headline(
 
 
 def comparison_headline(comparison: Comparison) -> tuple[str, str]:
-    """The headline of two evaluations compared."""
+    """Headline and lead of two evaluations compared."""
     difference = comparison.headline
     change = difference.change
     if difference.is_clear:
@@ -351,7 +351,7 @@ def comparison_headline(comparison: Comparison) -> tuple[str, str]:
 
 
 def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
-    """What a reader of the numbers must know: what is missing, failed or was truncated."""
+    """Caveats for a reader of the numbers: missing, failed or truncated answers."""
     begun = {part.task for part in summary.tasks}
     for task in evaluation.asked:
         if task not in begun:
@@ -379,7 +379,7 @@ def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
 
 
 def different_settings(before: Evaluation, after: Evaluation) -> Iterator[str]:
-    """What makes a comparison one of settings as well as of models."""
+    """Settings in which two evaluations differ, besides the model."""
     for name in dict.fromkeys([*before.settings, *after.settings]):
         old, new = before.settings.get(name), after.settings.get(name)
         if old != new and name != WEIGHTS:
@@ -387,7 +387,7 @@ def different_settings(before: Evaluation, after: Evaluation) -> Iterator[str]:
 
 
 def _amount(part: Estimates) -> str:
-    """How many prompts and answers a task has."""
+    """The numbers of prompts and answers of a task."""
     if part.num_short:
         return f"{_several(part.num_answers, 'answer')} to {_several(part.num_prompts, 'prompt')}"
     each = _several(part.samples, "answer")
@@ -395,7 +395,7 @@ def _amount(part: Estimates) -> str:
 
 
 def _best_known(summary: Summary) -> Estimate:
-    """The one rate that says most."""
+    """The rate to put in a headline."""
     return summary.macro[1] if summary.macro else summary.tasks[0].mean
 
 
@@ -411,7 +411,7 @@ def _several(count: int, noun: str) -> str:
 def packed(
     evaluations: Sequence[Evaluation], comparison: Comparison | None
 ) -> tuple[dict[str, object], int]:
-    """What the page's script needs: prompts, answers and flips; and how many answers there are."""
+    """The data of the page's script: prompts, answers and flips; and the number of answers."""
     prompts = _prompts(evaluations)
     shown = [] if comparison is None else list(comparison.flips[:MAX_FLIPS])
     pairs = [_telling(flip, prompts[flip.task, flip.prompt_id]) for flip in shown]
@@ -495,7 +495,7 @@ def _rounds(prompts: Sequence[Sequence[Sequence[Answer]]]) -> Iterator[list[list
 
 
 def _evenly(items: Sequence[list[Place]], count: int) -> list[list[Place]]:
-    """At most `count` of the items, at even distances."""
+    """At most `count` of the items, evenly spaced."""
     if count >= len(items):
         return list(items)
     return [items[place * len(items) // count] for place in range(count)]

@@ -1,9 +1,9 @@
-"""Pages that open from disk: one file, nothing fetched, everything from outside shown as text.
+"""HTML pages that open from disk: one file that fetches nothing, with all foreign text escaped.
 
-Text goes into the page through `escape`; data for the script goes through `data_script` or
-`packed_script`, whose content is plain ASCII without `<`, so that nothing in it can end the
-element. The policy in the head lets the browser run and apply exactly the script and the style that
-the page was made with. A page that is served may also ask its own server for news.
+Text is inserted through `escape`, and data for the script through `data_script` or
+`packed_script`, whose content is plain ASCII without `<`, so that nothing in it can close the
+element. The content security policy allows exactly the script and the style of the page. A served
+page may also poll its own server for updates.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _HIDDEN = (
     "\ud800-\udfff\ufdd0-\ufdef"  # halves of characters, and code points that are none
 ) + "".join(f"{chr(plane + 0xFFFE)}{chr(plane + 0xFFFF)}" for plane in range(0, 0x110000, 0x10000))
 _HIDDEN_OR_EMOJI = re.compile(f"(?P<emoji>{_EMOJI})|[{_HIDDEN}]")
-"""Characters that show as nothing or turn the text around; inside an emoji they change its look."""
+"""Characters that are invisible or change the text direction; inside an emoji they are kept."""
 
 MAX_CHARACTERS = 8_000_000
-"""Characters of text that a page carries for its script."""
+"""Characters of text in the data of a page's script."""
 _LIMITS = (1_000_000, 50_000, 20_000, 10_000, 5_000, 2_000)
-"""Characters of one answer, tried in this order until all fit."""
+"""Character limits per answer, tried in this order until all answers fit."""
 
 
 def visible(text: str) -> str:
-    r"""Text in which hidden characters are replaced by their code points, as `browse.js` does.
+    r"""Text with hidden characters replaced by their code points, as `browse.js` does.
 
     >>> ascii(visible("a\u200bb"))
     "'a\\u2039U+200B\\u203ab'"
@@ -51,7 +51,7 @@ def visible(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Text for the inside of an element or of a quoted attribute.
+    """Escape text for an element or a quoted attribute.
 
     >>> escape('<b title="x">')
     '&lt;b title=&quot;x&quot;&gt;'
@@ -60,12 +60,12 @@ def escape(text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Escaped text in which a number stays on the line of its per cent sign."""
+    """Escaped text that keeps numbers on one line with their percent signs."""
     return escape(unbroken(text))
 
 
 def unbroken(text: str) -> str:
-    """Text in which a number stays on the line of its per cent sign."""
+    """Text that keeps numbers on one line with their percent signs."""
     return text.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
@@ -109,7 +109,7 @@ def page(
 
 
 def head_value(text: str, name: str) -> str:
-    """What the head of a page holds under a name, such as its policy or its version.
+    """A value in the head of a page, such as its policy or its version.
 
     >>> text = page(title="t", body="", style="", script="", refresh_seconds=2)
     >>> head_value(text, "sortedrl-refresh")
@@ -123,24 +123,24 @@ def head_value(text: str, name: str) -> str:
 
 
 def data_script(name: str, data: object) -> str:
-    """Data for the page's script: JSON in an element that is not run."""
+    """Data for the page's script: JSON in an element that is not executed."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    # `<!--` and `</script` would end or change the element; inside JSON strings these are the same
+    # `<!--` and `</script` would close or change the element; in JSON strings, escapes are equal
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return f'<script type="application/json" id="{escape(name)}">{text}</script>'
 
 
 def packed_script(name: str, data: object) -> str:
-    """Much data for the page's script: JSON, packed by gzip and written in base64."""
+    """Large data for the page's script: JSON, compressed with gzip, as base64."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    # without a time in it the same data gives the same page
+    # without a timestamp, so that the same data gives the same page
     packed = base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
     return f'<script type="application/octet-stream+base64" id="{escape(name)}">{packed}</script>'
 
 
 def characters_each(lengths: Sequence[int]) -> int:
-    """Characters of one text at which all together fit."""
+    """The character limit per text at which all together fit."""
     for limit in _LIMITS[:-1]:
         if sum(min(length, limit) for length in lengths) <= MAX_CHARACTERS:
             return limit
@@ -148,7 +148,7 @@ def characters_each(lengths: Sequence[int]) -> int:
 
 
 def shortened(text: str, limit: int) -> str | list[str | int]:
-    """The text, or its beginning, the number of characters left out, and its end."""
+    """The text, or its start, the number of characters left out, and its end."""
     if len(text) <= limit:
         return text
     end = limit // 3
@@ -162,9 +162,9 @@ def table(
     caption: str,
     quiet: Sequence[bool] | None = None,
 ) -> str:
-    """A table that scrolls sideways where it is too wide; `quiet` rows are set back.
+    """A table that scrolls sideways if it is too wide; `quiet` rows are muted.
 
-    Cells are escaped; the first column is to the left and names its row, the others to the right.
+    Cells are escaped; the first column is left-aligned and names its row, the others right-aligned.
     """
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
     lines = []
@@ -180,13 +180,13 @@ def table(
 
 
 def script(*names: str) -> str:
-    """Scripts of the folder beside this module, joined inside one function."""
+    """Scripts from the folder of this module, joined inside one function."""
     parts = "\n".join(asset(name) for name in names)
     return f'"use strict";\n(() => {{\n{parts}\n}})();'
 
 
 def asset(name: str) -> str:
-    """A style or script out of the folder beside this module."""
+    """A style or script from the folder of this module."""
     return (files("sortedrl.report") / "assets" / name).read_text(encoding="utf-8").strip()
 
 
@@ -195,7 +195,7 @@ def _digest(text: str) -> str:
 
 
 def remarks(sentences: Iterable[tuple[str, str]], *, are_named: bool) -> str:
-    """Paragraphs from pairs of a run's name and what is said of it, or of that alone."""
+    """Paragraphs from pairs of run name and text; runs with the same text share one."""
     names: dict[str, list[str]] = {}
     for name, text in sentences:
         names.setdefault(text, []).append(name)
@@ -210,13 +210,13 @@ def _listed(names: list[str]) -> str:
 
 
 def section(title: str, *parts: str, name: str) -> str:
-    """A section with a heading; nothing where there is nothing in it. `name` is its anchor."""
+    """A section with a heading and an anchor `name`; empty if its content is."""
     inside = "".join(parts)
     return f'<section id="{name}"><h2>{escape(title)}</h2>{inside}</section>' if inside else ""
 
 
 def figure(caption: str, picture: str, narrow: str = "") -> str:
-    """A picture under a caption, and in its place on a phone the `narrow` one, if there is one."""
+    """A chart with a caption, replaced by the `narrow` one on a phone, if there is one."""
     pictures = f'<div class="at-wide">{picture}</div><div class="at-narrow">{narrow}</div>'
     return (
         f"<figure><figcaption>{prose(caption)}</figcaption>"

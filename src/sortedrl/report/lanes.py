@@ -1,11 +1,11 @@
-"""Which slot wrote which answer when: a run's events as bars in lanes, and as plain text.
+"""Which slot generated which answer when: the events of a run as bars in lanes, and as plain text.
 
-Bars of one slot never overlap, and every trajectory that got a slot has one bar per start.
-A bar lies inside a rollout, so the widths of all bars add up to the run's busy slot-seconds.
+Bars of a slot never overlap, and every trajectory that got a slot has one bar per start. Bars lie
+inside rollouts, so their widths add up to the busy slot-seconds of the run.
 
 `ticks` shows a small run second by second, one row per slot and one column per second, for runs
-where a decode step takes exactly one second, so that a letter is a token. Below the rows stands a
-list of what was loaded, started, harvested, interrupted, resumed and trained.
+whose decode steps take exactly one second, so that a letter is a token. Below the rows it lists
+what was loaded, started, harvested, interrupted, resumed and trained.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BandKind = Literal["rollout", "update", "weight_sync"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One stretch of writing: a trajectory in a slot from its start to its finish or interrupt."""
+    """A slot interval: a trajectory in a slot from its start to its finish or interrupt."""
 
     slot: int
     start: float
@@ -51,36 +51,36 @@ class Bar:
     sample: int
     group: int
     cached: int
-    """Tokens it came with."""
+    """Tokens cached at the start."""
     kept: int
-    """Tokens it came with that the weights of this rollout still stood for."""
+    """Cached tokens that the weights of this rollout kept."""
     decoded: int
-    """Tokens written in this stretch."""
+    """Tokens decoded in this interval."""
     discarded: int
-    """Of those, the ones discarded later: always the last ones."""
+    """Tokens of this interval that were discarded later: always the last ones."""
     is_finished: bool
     length: int | None
-    """Tokens of the answer as it was trained on; `None` if the log ends before that."""
+    """Tokens of the answer when it was trained on; `None` if the log ends before that."""
     version: int
-    """The version of the weights that wrote here."""
+    """The version of the weights that decoded here."""
 
     @property
     def outcome(self) -> Literal["finished", "interrupted", "discarded"]:
-        """Completed; or stopped and continued later; or some of it discarded."""
+        """Finished; or interrupted and continued later; or partly discarded."""
         if self.discarded:
             return "discarded"
         return "finished" if self.is_finished else "interrupted"
 
     @property
     def discarded_from(self) -> float:
-        """The second from which on everything written here was discarded."""
+        """The second after which everything decoded here was discarded."""
         share = 1 - self.discarded / self.decoded if self.decoded else 1.0
         return self.start + share * (self.end - self.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """A time in which the whole engine rolls out, waits for an update, or takes new weights."""
+    """A time in which the whole engine rolls out, waits for an update, or syncs weights."""
 
     start: float
     end: float
@@ -89,7 +89,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """A run as a picture needs it. `lanes[slot]` holds the bars of a slot in order."""
+    """A run as lanes: `lanes[slot]` holds the bars of a slot in order."""
 
     slots: int
     start: float
@@ -104,28 +104,28 @@ class Lanes:
 
 
 def lanes(events: Iterable[Event]) -> Lanes:
-    """The lanes of a log, complete or cut off.
+    """The lanes of a log, complete or truncated.
 
-    A started trajectory takes the lowest free slot. When none is free it queues and takes the
-    next one freed; if it is interrupted before that, it has no bar.
+    A started trajectory takes the lowest free slot. If none is free, it queues for the next one; if
+    it is interrupted before that, it has no bar.
     """
     tracer: _Tracer | None = None
     for event in events:
         if tracer is None:
             if not isinstance(event, Begin):
-                raise ValueError(f"a log opens with 'begin', got {event.kind!r}")
+                raise ValueError(f"a log must start with 'begin', got {event.kind!r}")
             tracer = _Tracer(event)
         tracer.take(event)
     if tracer is None:
-        raise ValueError("the log is empty; a run writes 'begin' first")
+        raise ValueError("the log is empty; the first event must be 'begin'")
     return tracer.lanes()
 
 
 class SlotQueue(Generic[Item]):
-    """Who waits for a slot: the lowest free slot goes to whoever has waited longest."""
+    """Assigns slots: the lowest free slot goes to the first in the queue."""
 
     def __init__(self, slots: int) -> None:
-        """All slots are free."""
+        """Start with all slots free."""
         self._free = list(range(slots))
         self._waiting: dict[Key, Item] = {}
 
@@ -141,11 +141,11 @@ class SlotQueue(Generic[Item]):
         self._waiting = {key: item, **self._waiting}
 
     def leave(self, key: Key) -> Item | None:
-        """Remove an answer from the queue; gives its item, `None` if it was not queued."""
+        """Remove an answer from the queue; returns its item, or `None` if it was not queued."""
         return self._waiting.pop(key, None)
 
     def free(self, slot: int) -> None:
-        """A slot is free again."""
+        """Mark a slot as free."""
         heapq.heappush(self._free, slot)
 
     def assigned(self) -> Iterator[tuple[int, Key, Item]]:
@@ -156,8 +156,8 @@ class SlotQueue(Generic[Item]):
 
 
 @dataclass(slots=True)
-class _Stretch:
-    """A bar while its tokens may still be discarded: frozen only once the log is read."""
+class _OpenBar:
+    """A bar whose tokens may still be discarded; frozen at the end of the log."""
 
     slot: int
     begun: float
@@ -169,8 +169,8 @@ class _Stretch:
     discarded: int = 0
     is_finished: bool = False
 
-    def bar(self, *, length: int | None) -> Bar:
-        """The bar, once nothing more can happen to it."""
+    def frozen(self, *, length: int | None) -> Bar:
+        """The final bar."""
         event = self.event
         return Bar(
             slot=self.slot,
@@ -199,8 +199,8 @@ class _Tracer:
         self._rollout_since: float | None = begin.seconds
         self._rollout_end = begin.seconds
         self._queue: SlotQueue[Start] = SlotQueue(begin.slots)
-        self._running: dict[Key, _Stretch] = {}
-        self._written: dict[Key, list[_Stretch]] = {}
+        self._running: dict[Key, _OpenBar] = {}
+        self._written: dict[Key, list[_OpenBar]] = {}
         self._length: dict[Key, int] = {}
         self._bands: list[Band] = []
 
@@ -226,15 +226,15 @@ class _Tracer:
                 self._length[trained.prompt, trained.sample] = trained.tokens
 
     def lanes(self) -> Lanes:
-        """The lanes so far; what still runs ends now."""
+        """The lanes so far; what is still running ends now."""
         by_slot: list[list[Bar]] = [[] for _ in range(self._begin.slots)]
-        for key, stretches in self._written.items():
+        for key, bars in self._written.items():
             length = self._length.get(key)
-            for stretch in stretches:
-                by_slot[stretch.slot].append(stretch.bar(length=length))
+            for bar in bars:
+                by_slot[bar.slot].append(bar.frozen(length=length))
         for running in self._running.values():
             running.ended = self._writing_until
-            by_slot[running.slot].append(running.bar(length=None))
+            by_slot[running.slot].append(running.frozen(length=None))
         for lane in by_slot:
             lane.sort(key=attrgetter("start", "end"))
         self._end_rollout()
@@ -247,7 +247,7 @@ class _Tracer:
         )
 
     def _wait(self, event: Event) -> None:
-        """Until now the engine stood still for what has happened."""
+        """The engine was idle for the cause of this event until now."""
         kind: BandKind = "weight_sync" if isinstance(event, SyncWeights) else "update"
         seconds = 0.0
         if isinstance(event, Update | SyncWeights):
@@ -259,12 +259,12 @@ class _Tracer:
 
     @property
     def _writing_until(self) -> float:
-        """Nothing is written after the harvest, though interrupts take time."""
+        """Nothing is decoded after the harvest, although interrupts take time."""
         return self._now if self._rollout_since is not None else self._rollout_end
 
     def _fill(self) -> None:
         for slot, key, start in self._queue.assigned():
-            self._running[key] = _Stretch(
+            self._running[key] = _OpenBar(
                 slot=slot,
                 begun=self._now,
                 event=start,
@@ -276,42 +276,42 @@ class _Tracer:
         key = (event.prompt, event.sample)
         kept = event.tokens - event.decoded
         self._cut(key, kept)
-        stretch = self._running.pop(key, None)
-        if stretch is None and event.decoded and self._running:
-            stretch = self._swapped(key)
-        if stretch is None:
+        bar = self._running.pop(key, None)
+        if bar is None and event.decoded and self._running:
+            bar = self._swapped(key)
+        if bar is None:
             self._queue.leave(key)
-            # The environment ended a conversation outside: its last turn was the end of it.
+            # The environment ended a conversation while it was outside: its last turn was its end.
             for last in self._written.get(key, ())[-1:]:
                 last.is_finished = isinstance(event, Finish)
         else:
-            stretch.ended = self._writing_until
-            stretch.kept = kept
-            stretch.decoded = event.decoded
-            stretch.is_finished = isinstance(event, Finish)
-            self._written.setdefault(key, []).append(stretch)
-            self._queue.free(stretch.slot)
+            bar.ended = self._writing_until
+            bar.kept = kept
+            bar.decoded = event.decoded
+            bar.is_finished = isinstance(event, Finish)
+            self._written.setdefault(key, []).append(bar)
+            self._queue.free(bar.slot)
         if isinstance(event, Interrupt):
             self._cut(key, event.kept)
         if self._rollout_since is not None:
             self._fill()
 
-    def _swapped(self, key: Key) -> _Stretch | None:
-        """The slot of one that wrote while we thought it queued: the last one started gives way."""
+    def _swapped(self, key: Key) -> _OpenBar | None:
+        """Swap a queued answer that decoded after all with the answer started last."""
         start = self._queue.leave(key)
         if start is None:
             return None
         last = max(self._running, key=lambda other: (self._running[other].begun, other))
-        stretch = self._running.pop(last)
-        self._queue.add_first(last, stretch.event)
-        return replace(stretch, event=start, kept=start.cached)
+        bar = self._running.pop(last)
+        self._queue.add_first(last, bar.event)
+        return replace(bar, event=start, kept=start.cached)
 
     def _cut(self, key: Key, tokens: int) -> None:
         """Discard everything after the first `tokens` tokens of the answer."""
-        for stretch in self._written.get(key, ()):
-            live = stretch.decoded - stretch.discarded
+        for bar in self._written.get(key, ()):
+            live = bar.decoded - bar.discarded
             if live > tokens:
-                stretch.discarded = stretch.decoded - tokens
+                bar.discarded = bar.decoded - tokens
             tokens -= min(live, tokens)
 
     def _end_rollout(self) -> None:
@@ -327,12 +327,12 @@ _MARGIN = 9
 _BANDS = {"update": "|", "weight_sync": ":", "rollout": "."}
 
 MAX_PROMPTS = 26
-"""Prompts are named by letters."""
+"""Limit of prompts, which are named by letters."""
 _WIDTH = 88
 
 
 def ticks(events: Sequence[Event]) -> str:
-    """The rows of the slots, what the marks mean, and the story; without a last newline."""
+    """Slot rows, legend and list of events, without a final newline."""
     run = lanes(events)
     _check(run)
     begin = events[0]
@@ -343,19 +343,19 @@ def ticks(events: Sequence[Event]) -> str:
 
 
 def _check(run: Lanes) -> None:
-    """Refuse a run that has no second-by-second picture."""
+    """Refuse a run that cannot be shown second by second."""
     if any(bar.decoded != bar.end - bar.start for bar in run.bars) or any(
         second % 1 for band in run.bands for second in (band.start, band.end)
     ):
         raise ConfigError(
-            "a picture in ticks needs a run where every decode step takes 1 second and everything "
-            "else whole seconds; choose hardware 'ticks', or draw the run as SVG"
+            "ticks need a run whose decode steps take 1 second and everything else whole seconds; "
+            "set hardware to 'ticks', or draw the run as SVG"
         )
     prompts = max((bar.prompt for bar in run.bars), default=0) + 1
     if prompts > MAX_PROMPTS:
         raise ConfigError(
-            f"a picture in ticks names prompts by letters, so there may be {MAX_PROMPTS}, "
-            f"got {prompts}; choose the preset 'six', or draw the run as SVG"
+            f"ticks name prompts by letters, so at most {MAX_PROMPTS} are possible, "
+            f"got {prompts}; use the preset 'six', or draw the run as SVG"
         )
 
 
@@ -394,7 +394,7 @@ def letter(prompt: int) -> str:
 
 
 def story(events: Sequence[Event], run: Lanes) -> list[str]:
-    """What happened in each second; harvests and updates have a line of their own.
+    """What happened in each second; harvests and updates have lines of their own.
 
     An update is listed when it begins.
     """
@@ -414,7 +414,7 @@ def story(events: Sequence[Event], run: Lanes) -> list[str]:
 
 
 class _Narrator:
-    """Turns events into clauses, neighbours of one kind into one clause."""
+    """Turns events into clauses, one for adjacent events of one kind."""
 
     def __init__(self, events: Sequence[Event], run: Lanes) -> None:
         self._events = events
@@ -439,7 +439,7 @@ class _Narrator:
             yield from ((second, clause) for clause in self._tell(list(run)))
 
     def _tell(self, events: list[Event]) -> Iterator[str]:
-        """The clauses of events of one kind at one moment."""
+        """The clauses of events of one kind at the same time."""
         starts = [event for event in events if isinstance(event, Start)]
         if starts:
             yield from self._describe_starts(starts)
@@ -481,7 +481,7 @@ class _Narrator:
         if resumed:
             names = self._names(key for key, _ in resumed)
             cached, kept = [b.cached for _, b in resumed], [b.kept for _, b in resumed]
-            held = "" if cached == kept else f", of which {_numbers(kept)} still hold"
+            held = "" if cached == kept else f", of which {_numbers(kept)} are kept"
             yield f"resume {names} after {_tokens(cached)}{held}"
         if fresh:
             yield f"start {self._names(fresh)}"

@@ -1,13 +1,13 @@
-"""The live view of a run: a panel on a terminal, and plain lines elsewhere.
+"""The live view of a run: a panel in a terminal, plain lines elsewhere.
 
     events -> state -> snapshot -> panel -> frame -> terminal
 
-The run reports what happens; a thread of its own draws it, at most twice a second and only when the
-picture changed. The run never waits for the terminal: it waits at most for the copy of a few lists.
+The run reports events; a separate thread draws them, at most twice a second and only if the frame
+changed. The run never waits for the terminal, at most for copying a few lists.
 
-The panel fits the terminal, whatever its size: where there are too few lines, the least important
-ones are left out. A frame is plain data that can be compared, so one that shows nothing new is not
-written. Text is never read as markup, and what would move the cursor is replaced.
+The panel fits any terminal size: if there are too few lines, the least important are left out. A
+frame is plain data that can be compared, so an unchanged one is not written. Text is never parsed
+as markup, and control characters are replaced.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sortedrl.report.live_state import LiveState, Memory, Snapshot, Source, sque
 from sortedrl.report.terminal import Advance, one_line, progress, tell, thousands
 
 StyledText = tuple[str, str]
-"""A text without control characters, and the name of its tint."""
+"""Text without control characters, and the name of its style."""
 Line = tuple[StyledText, ...]
 
 _TINTS = {
@@ -49,7 +49,7 @@ _TINTS = {
     "good": Style(color="#009e73"),
     "bad": Style(color="#d55e00"),
 }
-"""Okabe and Ito's colours, which differ for colour-blind eyes, on a dark and a light ground."""
+"""Okabe and Ito's colours, distinct with any colour vision, on dark and light backgrounds."""
 
 _SLOT_BAR_LEAST = 4
 _SLOT_BAR_MOST = 16
@@ -62,20 +62,20 @@ _VALUE = 11
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glyphs:
-    """The characters of a picture."""
+    """The characters of the panel."""
 
     levels: str
-    """From little to much, in one cell."""
+    """Levels of a cell, low to high."""
     parts: str
-    """A cell of a bar that is filled from the left, from little to all of it."""
+    """Levels of a bar cell filled from the left, low to full."""
     rest: str
-    """The part of a bar that is still to come."""
+    """The empty part of a bar."""
     idle: str
     trained: str
     discarded: str
     cached: str
     cut: str
-    """Stands where a text was cut."""
+    """Marks truncated text."""
 
 
 BLOCKS = Glyphs(
@@ -101,7 +101,7 @@ ASCII = Glyphs(
 
 
 def glyphs_for(encoding: str) -> Glyphs:
-    """Blocks where the encoding has them, plain letters elsewhere."""
+    """Block characters if the encoding has them, otherwise ASCII."""
     try:
         "".join(astuple(BLOCKS)).encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -115,7 +115,7 @@ def shown(text: str, glyphs: Glyphs) -> str:
 
 
 def fitted(pieces: Iterable[StyledText], width: int, *, cut: str) -> Line:
-    """The pieces as far as the line has room, without blanks at the end; `cut` ends what is cut."""
+    """Truncate the pieces to the width, ending with `cut`; trailing blanks are removed."""
     line: list[StyledText] = []
     left = width
     for text, tint in pieces:
@@ -135,7 +135,7 @@ def fitted(pieces: Iterable[StyledText], width: int, *, cut: str) -> Line:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Lines that fit on the terminal they were made for."""
+    """Lines that fit the terminal they were made for."""
 
     lines: Sequence[Line]
 
@@ -143,7 +143,7 @@ class Frame:
         return "\n".join("".join(text for text, _ in line) for line in self.lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Give segments, without a detour through text that would be wrapped and styled anew."""
+        """Yield segments directly: rich would wrap and restyle text."""
         new_line = Segment.line()
         for number, line in enumerate(self.lines):
             if number:
@@ -153,7 +153,7 @@ class Frame:
 
 
 def bar(share: float, width: int, *, glyphs: Glyphs) -> Line:
-    """A share of a whole, filled from the left."""
+    """A share as a bar, filled from the left."""
     steps = len(glyphs.parts)
     filled = min(width * steps, max(0, int(share * width * steps)))
     whole, part = divmod(filled, steps)
@@ -162,7 +162,7 @@ def bar(share: float, width: int, *, glyphs: Glyphs) -> Line:
 
 
 def stacked(shares: Sequence[tuple[float, str, str]], width: int) -> Line:
-    """Parts of a whole side by side, each with its character and tint."""
+    """Shares side by side, each with its character and style."""
     line, end, total = [], 0, 0.0
     for share, char, tint in shares:
         total += share
@@ -172,7 +172,7 @@ def stacked(shares: Sequence[tuple[float, str, str]], width: int) -> Line:
 
 
 def sparkline(values: Sequence[float], width: int, *, glyphs: Glyphs, from_zero: bool) -> str:
-    """The course of a number, as high as its range; from zero if zero means something."""
+    """A number over time, scaled to its range; starting at zero if `from_zero`."""
     points = squeezed(values, width)
     if not points:
         return ""
@@ -182,7 +182,7 @@ def sparkline(values: Sequence[float], width: int, *, glyphs: Glyphs, from_zero:
     most = len(glyphs.levels) - 1
     if high / 2 - low / 2 <= 0:
         return glyphs.levels[0 if from_zero else most // 2] * len(points)
-    # Halved, as the distance of two finite numbers may not be finite.
+    # Halved, as the difference of two finite numbers may overflow.
     return "".join(
         glyphs.levels[round((value / 2 - low / 2) / (high / 2 - low / 2) * most)]
         for value in points
@@ -192,11 +192,11 @@ def sparkline(values: Sequence[float], width: int, *, glyphs: Glyphs, from_zero:
 def strip(
     shares: Sequence[float | None], width: int, *, rows: int, glyphs: Glyphs, is_rollout: bool
 ) -> list[Line]:
-    """The slots in at most `rows` lines: how much each has written, and which are idle.
+    """The slots in at most `rows` lines: tokens generated so far, and idle slots.
 
-    Few slots have a bar each, many a cell each, in the order of their numbers. If even cells do
-    not suffice, one cell holds several slots; they are then sorted, so that a cell holds slots
-    that are alike and the idle ones stand together.
+    Few slots have a bar each, more have a cell each, in order. If there are more slots than cells,
+    a cell shows several; they are sorted, so that similar slots share a cell and idle ones are
+    together.
     """
     idle = (glyphs.idle, "idle" if is_rollout else "faint")
     if width // max(1, len(shares)) > _SLOT_BAR_LEAST:
@@ -226,7 +226,7 @@ def _slot_bars(
 
 
 def _joined(shares: Sequence[float | None], per_cell: int) -> list[float | None]:
-    """Cells of several slots, the longest answers first: their mean, or idle where most are."""
+    """Combine slots into cells, longest answers first: their mean, or idle if most are."""
     busy = sorted((share for share in shares if share is not None), reverse=True)
     in_order: list[float | None] = [*busy, *[None] * (len(shares) - len(busy))]
     cells: list[float | None] = []
@@ -251,14 +251,14 @@ def _cells(shares: Sequence[float | None], *, glyphs: Glyphs, idle: StyledText) 
 
 
 class _Ranked(NamedTuple):
-    """A line and its rank; the lowest ranks are kept."""
+    """A line and its rank; low ranks are kept."""
 
     rank: int
     pieces: Line
 
 
 class _Figure(NamedTuple):
-    """A number with a name, and its course over the run."""
+    """A named number and its course over the run."""
 
     name: str
     value: str
@@ -267,7 +267,7 @@ class _Figure(NamedTuple):
 
 
 def panel(snapshot: Snapshot, *, width: int, height: int, glyphs: Glyphs = BLOCKS) -> Frame:
-    """The moment in at most `height` lines of at most `width` cells."""
+    """The snapshot in at most `height` lines of at most `width` cells."""
     lines = [
         *_heading(snapshot, glyphs=glyphs),
         *_strip(snapshot, width, rows=max(1, min(_STRIP_ROWS, height - 9)), glyphs=glyphs),
@@ -328,7 +328,7 @@ def _progress_text(snapshot: Snapshot) -> str:
 
 
 def _figures(snapshot: Snapshot, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]:
-    """Numbers side by side, as many as the width allows."""
+    """Numbers side by side, as many as fit."""
     figures = list(_of_updates(snapshot))
     columns = 2 if width >= _TWO_COLUMNS else 1
     each = width // columns
@@ -389,7 +389,7 @@ def _label(name: str) -> StyledText:
 
 
 def _clock(seconds: float) -> str:
-    """Seconds as a clock shows them: always as wide, so that the picture stands still.
+    """Format seconds as a clock, at a constant width.
 
     >>> [_clock(s) for s in (8, 100, 7300)]
     ['0:08', '1:40', '2:01:40']
@@ -401,7 +401,7 @@ def _clock(seconds: float) -> str:
 
 
 def _short(count: int) -> str:
-    """A count in few letters.
+    """Format a count in few characters.
 
     >>> [_short(count) for count in (950, 12_345, 6_789_000, 12_000_000_000)]
     ['950', '12.3k', '6.8M', '12.0G']
@@ -426,29 +426,29 @@ _SECONDS_PER_MEMORY = 2.0
 
 
 class View(Protocol):
-    """Shows a run to the person who waits."""
+    """Shows the progress of a run."""
 
     def watch(self, source: Source) -> None:
-        """The run is loaded; its events follow."""
+        """Set the run to show; its events follow."""
 
     def __call__(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
 
     def updated(self, row: Mapping[str, Value]) -> None:
-        """Take in a row of metrics, of an update or of an evaluation."""
+        """Process a row of metrics, of an update or an evaluation."""
 
     def advance(self, what: str, done: float) -> None:
         """Show the current activity, and the share of the run that is done."""
 
     def tell(self, line: str) -> None:
-        """Show a line that stays."""
+        """Print a line that stays."""
 
 
 @contextmanager
 def opened_view() -> Iterator[View]:
-    """A view on standard error, until the block is left."""
+    """A view on standard error for the duration of the block."""
     console = Console(stderr=True)
-    # A file may be made to pass for a terminal to get colours; it must not get pictures.
+    # FORCE_COLOR makes a file look like a terminal: it may get colours, but no panel.
     if console.is_interactive and console.file.isatty():
         with LiveView(console) as view:
             yield view
@@ -458,7 +458,7 @@ def opened_view() -> Iterator[View]:
 
 
 class PlainView:
-    """Lines, and nothing but lines."""
+    """Plain lines only."""
 
     def __init__(self, advance: Advance) -> None:
         """`advance` shows the current activity."""
@@ -468,13 +468,13 @@ class PlainView:
         """Nothing to prepare."""
 
     def __call__(self, event: Event) -> None:
-        """Events have no lines of their own."""
+        """Do nothing: events are not printed."""
 
     def updated(self, row: Mapping[str, Value]) -> None:
-        """The run tells the line of an update itself."""
+        """Do nothing: the run prints updates itself."""
 
     def advance(self, what: str, done: float) -> None:
-        """Show the current activity, now and then."""
+        """Show the current activity from time to time."""
         self._advance(what, done)
 
     def tell(self, line: str) -> None:
@@ -483,23 +483,23 @@ class PlainView:
 
 
 class LiveView:
-    """A panel at the foot of the terminal, with the lines that stay above it."""
+    """A panel at the bottom of the terminal, with permanent lines above it."""
 
     def __init__(
         self, console: Console, *, seconds_per_frame: float | None = _SECONDS_PER_FRAME
     ) -> None:
-        """Draw on the console; without `seconds_per_frame` only when `refresh` is called."""
+        """Draw on the console; without `seconds_per_frame` only on `refresh`."""
         self._console = console
         self._glyphs = glyphs_for(console.encoding)
         self._live = Live(
             console=console,
             auto_refresh=False,
             transient=True,
-            # Results may go to a file while the picture goes to the terminal.
+            # Standard output may be a file while the panel is on the terminal.
             redirect_stdout=sys.stdout.isatty(),
         )
-        # Taken by the run for a fold and by the thread for a copy, never while something is
-        # written: a signal's handler may write in the middle of a fold.
+        # Held by the run while it folds an event and by the thread while it copies, but never
+        # during output: a signal handler may print in the middle of a fold.
         self._lock = threading.Lock()
         self._state: LiveState | None = None
         self._activity, self._done = "", 0.0
@@ -513,37 +513,37 @@ class LiveView:
         self._thread = threading.Thread(target=self._draw, name="live view", daemon=True)
 
     def __enter__(self) -> LiveView:
-        """Begin to draw."""
+        """Start drawing."""
         self._live.start()
         if self._seconds_per_frame is not None:
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the panel away; the lines above it stay."""
+        """Remove the panel; the lines above it stay."""
         self._is_over.set()
         if self._seconds_per_frame is not None:
             self._thread.join()
         self._live.stop()
 
     def watch(self, source: Source) -> None:
-        """The run is loaded; its events follow."""
+        """Set the run to show; its events follow."""
         with self._lock:
             self._state = LiveState(source)
 
     def __call__(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         with self._lock:
             assert self._state is not None, "events come after the run is loaded"
             self._state(event)
             self._activity = activity(event) or self._activity
-            # An update is long and without events, so it must not begin with old numbers.
+            # An update is long and has no events, so it must not start with stale numbers.
             if self._is_figures_due or isinstance(event, Score | Update):
                 self._figures = self._state.source.figures()
                 self._is_figures_due = False
 
     def updated(self, row: Mapping[str, Value]) -> None:
-        """Take in a row of metrics, of an update or of an evaluation."""
+        """Process a row of metrics, of an update or an evaluation."""
         with self._lock:
             assert self._state is not None, "rows come after the run is loaded"
             self._state.updated(row)
@@ -553,15 +553,15 @@ class LiveView:
         self._activity, self._done = what, done
 
     def tell(self, line: str) -> None:
-        """Write a line above the panel."""
+        """Print a line above the panel."""
         text = Text("\n".join(shown(part, self._glyphs) for part in line.split("\n")))
         self._console.print(text, soft_wrap=True)
 
     def refresh(self) -> None:
-        """Draw the panel, unless it would look as it does."""
+        """Draw the panel if it changed."""
         snapshot = self._snapshot()
         size = self._console.size
-        # One line is left free, so that a printed line can be seen above the panel.
+        # One line is left free for printed lines above the panel.
         frame = panel(
             snapshot, width=size.width, height=max(1, size.height - 1), glyphs=self._glyphs
         )
@@ -592,7 +592,7 @@ class LiveView:
 
 
 def activity(event: Event) -> str | None:
-    """The activity that this event begins, if it is a long one."""
+    """The activity that starts with this event, if it is a long one."""
     if isinstance(event, Harvest):
         return f"waiting for the rewards of {event.ready:,} answers"
     if isinstance(event, Score):

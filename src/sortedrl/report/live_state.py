@@ -1,7 +1,7 @@
-"""Folds a run's events and rows into what a frame shows, one at a time.
+"""Folds the events and metrics of a run into the state of the live view.
 
-It knows what the meter does not: who sits in which slot, how much is ready, how far the groups
-are. The numbers themselves stay the meter's.
+It tracks what the meter does not: the answer in each slot, the number of ready answers, the
+progress of groups. All other numbers come from the meter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRENDS = {
     "staleness": "rollout/mean_staleness",
     "score": "evaluation/score",
 }
-"""The numbers that are drawn over the run, and their names in a row of metrics."""
+"""The numbers plotted over the run, by their names in a row of metrics."""
 
 _MOST = 256
 _STATM = Path("/proc/self/statm")
@@ -47,7 +47,7 @@ _STATM = Path("/proc/self/statm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """A number over the run so far, and the last it was."""
+    """A number over the run so far, and its last value."""
 
     values: tuple[float, ...]
     last: float
@@ -55,7 +55,7 @@ class Trend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenGroup:
-    """How far the oldest open group is, and how many younger ones are open beside it."""
+    """Progress of the oldest open group, and the number of younger open ones."""
 
     number: int
     trained: int
@@ -65,10 +65,10 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything that one frame shows. Of a run that is still being loaded, little is known."""
+    """Everything that a frame shows; of a run that is still loading, little is known."""
 
     activity: str = ""
-    """What the run is doing, as text."""
+    """The current activity, as text."""
     done: float = 0.0
     """The share of the run that is done."""
     seconds: float = 0.0
@@ -79,7 +79,7 @@ class Snapshot:
     is_rollout: bool = False
     running: int = 0
     shares: tuple[float | None, ...] = ()
-    """For each slot how much of a long answer is written, from 0 to 1; `None` where it is idle."""
+    """Per slot the progress towards a long answer, from 0 to 1; `None` if idle."""
     ready: int = 0
     update_batch: int = 0
     group: OpenGroup | None = None
@@ -96,7 +96,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What a view has to know of a run, and where it asks for the rest."""
+    """What a view needs from a run."""
 
     schedule: str
     slots: int
@@ -104,18 +104,18 @@ class Source:
     max_tokens: int
     device: str
     decoded: Callable[[], int]
-    """All tokens that the engine has written so far; asked from another thread too."""
+    """Tokens decoded so far; called from another thread."""
     seconds: Callable[[], float]
-    """The seconds of the run so far; asked from another thread too."""
+    """Seconds of the run so far; called from another thread."""
     figures: Callable[[], Figures]
-    """The meter's numbers of the run; asked only while an event is taken in, after the meter."""
+    """The meter's figures; called only while an event is processed, after the meter."""
 
 
 class LiveState:
-    """What a run looks like now."""
+    """The current state of a run."""
 
     def __init__(self, source: Source) -> None:
-        """A run that has not begun."""
+        """Start with a run that has not begun."""
         self.source = source
         self._slots = Slots(source.slots, decoded=source.decoded)
         self._longest = 0
@@ -126,16 +126,16 @@ class LiveState:
 
     @property
     def running(self) -> int:
-        """Answers being written."""
+        """Answers being generated."""
         return self._slots.running
 
     @property
     def ready(self) -> int:
-        """Answers complete and not trained on yet."""
+        """Complete answers that are not trained yet."""
         return self._ready
 
     def __call__(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         if isinstance(event, SyncWeights | Load | Start | Harvest):
             self._round = event.round
             self._is_rollout = not isinstance(event, Harvest)
@@ -155,7 +155,7 @@ class LiveState:
             self._update(event)
 
     def updated(self, row: Mapping[str, Value]) -> None:
-        """Take in a row of metrics, of an update or of an evaluation."""
+        """Process a row of metrics, of an update or an evaluation."""
         for name, key in TRENDS.items():
             value = row.get(key)
             if isinstance(value, int | float):
@@ -171,7 +171,7 @@ class LiveState:
         figures: Figures | None,
         memory: Memory | None,
     ) -> Snapshot:
-        """What there is to see now, with what others know."""
+        """The current state, combined with numbers from elsewhere."""
         return Snapshot(
             activity=activity,
             done=done,
@@ -196,7 +196,7 @@ class LiveState:
         )
 
     def _shares(self) -> tuple[float | None, ...]:
-        """Against the longest answer there was; before there was one, against the limit."""
+        """Relative to the longest answer so far, or to the limit before there is one."""
         tokens = self._slots.tokens()
         written = max((count for count in tokens if count is not None), default=0.0)
         scale = max(self._longest or self.source.max_tokens, written, 1)
@@ -227,7 +227,7 @@ class Slots:
     """The slots of one engine."""
 
     def __init__(self, count: int, *, decoded: Callable[[], int]) -> None:
-        """All free; `decoded` gives all tokens that the engine has written so far."""
+        """Start with all slots free; `decoded` returns the tokens decoded so far."""
         self._offsets: list[float | None] = [None] * count
         self._slot_of: dict[Key, int] = {}
         self._queue: SlotQueue[int] = SlotQueue(count)
@@ -237,7 +237,7 @@ class Slots:
 
     @property
     def running(self) -> int:
-        """Answers that were started and not stopped, the queue included."""
+        """Answers that were started and not stopped, queued ones included."""
         return len(self._slot_of) + len(self._queue)
 
     @property
@@ -246,13 +246,13 @@ class Slots:
         return len(self._slot_of)
 
     def start(self, key: Key, *, cached: int) -> None:
-        """An answer comes with `cached` tokens."""
+        """Start an answer with `cached` tokens."""
         self._grow()
         self._queue.add(key, cached)
         self._fill()
 
     def stop(self, key: Key) -> None:
-        """An answer leaves, complete or not; one that never came is none of ours."""
+        """Stop an answer, complete or not; unknown ones are ignored."""
         self._grow()
         is_queued = self._queue.leave(key) is not None
         slot = None if is_queued else self._slot_of.pop(key, None)
@@ -262,7 +262,7 @@ class Slots:
             self._fill()
 
     def tokens(self) -> list[float | None]:
-        """For each slot the tokens of its answer by now; `None` where it is idle."""
+        """Estimated tokens of the answer in each slot; `None` if idle."""
         self._grow()
         growth = self._growth
         return [None if offset is None else offset + growth for offset in self._offsets]
@@ -280,17 +280,17 @@ class Slots:
 
 
 class History:
-    """The course of one number."""
+    """A bounded history of one number."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Start empty."""
         self.last: float | None = None
         self._values: list[float] = []
         self._open: list[float] = []
         self._stride = 1
 
     def add(self, value: float) -> None:
-        """Take in the next value; one that is not finite cannot be drawn and is left out."""
+        """Add a value; values that are not finite are ignored."""
         if not math.isfinite(value):
             return
         self.last = value
@@ -303,12 +303,12 @@ class History:
             self._stride *= 2
 
     def values(self) -> tuple[float, ...]:
-        """The course so far."""
+        """The history so far."""
         return (*self._values, _mean(self._open)) if self._open else tuple(self._values)
 
 
 def squeezed(values: Sequence[float], most: int) -> list[float]:
-    """At most `most` values, each the mean of its share of them.
+    """At most `most` values, each the mean of an equal part.
 
     >>> squeezed([1, 3, 5, 7, 9, 11], 3)
     [2.0, 6.0, 10.0]
@@ -317,20 +317,20 @@ def squeezed(values: Sequence[float], most: int) -> list[float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    # Divided first: the sum of great finite numbers may not be finite.
+    # Divided first, as the sum of large finite numbers may overflow.
     return sum(value / len(values) for value in values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes in use, of `total` where the device has a size of its own."""
+    """Bytes in use, and the `total` of a device with its own memory."""
 
     used: int
     total: int | None
 
 
 def used_memory(device: str) -> Memory:
-    """What is in use on the card, by everyone; or by this process where the device is a CPU."""
+    """Memory in use on the GPU by all processes; on a CPU, by this process."""
     torch = sys.modules.get("torch")
     if device.startswith("cuda") and torch is not None and torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info(device)
@@ -339,7 +339,7 @@ def used_memory(device: str) -> Memory:
 
 
 def _resident_bytes() -> int:
-    """The memory of this process; where the system does not tell, the most it ever was."""
+    """Resident memory of this process; its peak if the system does not report the current value."""
     try:
         pages = int(_STATM.read_text().split()[1])
     except OSError:

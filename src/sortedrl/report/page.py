@@ -1,11 +1,10 @@
-"""The page of training runs, one or several side by side: its opening, its tables, its order.
+"""The report page of training runs: header, tables and the order of sections.
 
-It is one file that opens from disk, made from the folders of the runs (see `record`); a run that is
-still in progress, or was killed, is shown up to its last event. The numbers are those of `meter`
-over the whole log; seconds are seconds of training, in which evaluations do not count (see
-`clock`).
-Predictions come from the simulator fitted to that very run; beside them stands how well the same
-simulator reproduces the run itself.
+It is a single file that opens from disk, made from run folders (see `record`). A run that is in
+progress or was killed is shown up to its last event. The numbers are those of `meter` over the
+whole log; seconds are training time without evaluations (see `clock`).
+Predictions come from the simulator fitted to the run; next to them is shown how well that simulator
+reproduces the run.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ SCRIPTS = (
     "answers.js",
     "run.js",
 )
-"""The parts of the page's script; they are joined inside one function."""
+"""The page's scripts, joined inside one function."""
 
 _ARROW = "\N{RIGHTWARDS ARROW}"
 _NONE = "\N{EN DASH}"
@@ -74,7 +73,7 @@ _Settings = TypeVar("_Settings", Schedule, EngineSettings)
 def runs_page(
     records: Sequence[RunRecord], *, title: str, refresh_seconds: float | None = None
 ) -> str:
-    """The page of these runs; one that is served asks for news every `refresh_seconds`."""
+    """The page of these runs; a served one polls for updates every `refresh_seconds`."""
     if not records:
         raise ValueError("a page of runs needs at least one run, got none")
     runs = [measured(record) for record in records]
@@ -106,16 +105,16 @@ def runs_page(
 
 
 def _contents(sections: Sequence[str]) -> str:
-    """Links to the sections, by their names."""
+    """Links to the sections."""
     names = (found.group(1) for found in map(_NAME.match, sections) if found)
     links = "".join(f'<li><a href="#{name}">{name}</a></li>' for name in names)
-    return f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav>'
+    return f'<nav aria-label="Sections"><ul>{links}</ul></nav>'
 
 
 def opening(runs: Sequence[Run], *, title: str) -> str:
-    """Title, headline, a few sentences, and what a reader must not miss."""
+    """Title, headline, lead and notes."""
     unfinished = "".join(
-        f"<li>{escape(run.name)} is still running, or was stopped before the end of its data: "
+        f"<li>{escape(run.name)} is in progress or was stopped early: "
         f"{run.metrics.run.trajectories:,} answers so far.</li>"
         for run in runs
         if not run.is_ended
@@ -146,7 +145,7 @@ def _fact(run: Run, name: str) -> str:
 
 
 def headline(runs: Sequence[Run]) -> str:
-    """What the best run learned; or, where nothing was evaluated, how full the slots were."""
+    """What the best run learned; without evaluations, the bubble."""
     scored = [run for run in runs if run.scores]
     if not scored:
         run = min(runs, key=lambda run: run.metrics.run.bubble)
@@ -161,7 +160,7 @@ def headline(runs: Sequence[Run]) -> str:
 
 
 def lead(runs: Sequence[Run]) -> str:
-    """The gain of each run, and how full the slots were."""
+    """The gain of each run, and the use of its slots."""
     gains = [
         f"{points(run.scores[-1].score - run.scores[0].score)} points for {run.name}"
         for run in runs
@@ -188,7 +187,7 @@ def lead(runs: Sequence[Run]) -> str:
 
 
 def numbers_section(runs: Sequence[Run]) -> str:
-    """The numbers of the runs, a column for each."""
+    """The numbers of the runs, one column each."""
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("schedule", lambda run: run.metrics.schedule),
         ("accuracy, first and last evaluation", _before_and_after),
@@ -260,7 +259,7 @@ def advice_section(runs: Sequence[Run]) -> str:
 def _not_refuted(
     run: Run, diagnosis: Diagnosis, others: Sequence[tuple[Run, Diagnosis]]
 ) -> Diagnosis:
-    """The diagnosis without the predictions whose direction another run on the page refutes."""
+    """Remove predictions contradicted by another run on the page."""
     kept, notes = [], list(diagnosis.notes)
     for entry in diagnosis.advice:
         measured = [
@@ -281,7 +280,7 @@ def _not_refuted(
 def _ran_with(
     entry: Advice, diagnosis: Diagnosis, run: Run, *, other: Run, found: Diagnosis
 ) -> bool:
-    """Whether another run had what is advised: the same strategy and mode, or the same schedule."""
+    """Whether another run had the advised strategy and mode, or the advised schedule."""
     if diagnosis.schedule is None or found.schedule is None or not entry.changes:
         return False
     if {"schedule.strategy", "schedule.mode"} & set(entry.changes):
@@ -305,7 +304,7 @@ def _ran_with(
 
 
 def diagnosed(record: RunRecord) -> Diagnosis:
-    """The diagnosis of a run, with its settings where they are known."""
+    """The diagnosis of a run, with its settings if known."""
     config: Mapping[str, Any] = record.config or {}
     seed = config.get("seed")
     return diagnose(
@@ -318,12 +317,12 @@ def diagnosed(record: RunRecord) -> Diagnosis:
 
 
 def _section_settings(kind: type[_Settings], values: object) -> _Settings | None:
-    """The settings of a section; `None` where it is missing or of another version of ours."""
+    """The settings of a section; `None` if missing or from an incompatible version."""
     if not isinstance(values, Mapping):
         return None
     try:
         settings = kind(**values)
-        hash(settings)  # refuses a list where a single value belongs
+        hash(settings)  # fails for a list in place of a single value
     except (TypeError, ValueError, OverflowError):
         return None
     return settings
@@ -345,7 +344,7 @@ def _entry(entry: Advice) -> str:
 
 
 def _gain(entry: Advice, gain: float) -> str:
-    """A ratio of speeds as text; nothing where the change is smaller than its own error."""
+    """A speedup as text; empty if the change is smaller than the prediction error."""
     if not entry.is_beyond_error and entry.error >= 0.005:
         return ""
     if gain < 1:
@@ -384,7 +383,7 @@ def _notes(found: Diagnosis) -> str:
 
 
 def _trust(found: Diagnosis) -> str:
-    """How far the predictions can be trusted: the same simulator on the run itself."""
+    """The accuracy of the predictions: the same simulator on the run itself."""
     if found.measured is None or found.predicted is None or found.trust is None:
         return ""
     summary = f"Accuracy of the prediction: {found.trust[0].lower()}{found.trust[1:]}"
@@ -393,13 +392,13 @@ def _trust(found: Diagnosis) -> str:
 
 
 def settings_section(runs: Sequence[Run]) -> str:
-    """The settings; for several runs first those that differ."""
+    """The settings; for several runs, those that differ first."""
     known = [(run.name, flat(run.record.config)) for run in runs if run.record.config is not None]
     unknown = [run.name for run in runs if run.record.config is None]
     parts = []
     if unknown:
         names = ", ".join(unknown)
-        parts.append(paragraph(f"No settings are known for {names}: there is no config.toml."))
+        parts.append(paragraph(f"The settings of {names} are unknown: there is no config.toml."))
     if len(known) == 1:
         parts.append(_folded_settings("All settings", known[0][1]))
     elif known:
@@ -408,7 +407,7 @@ def settings_section(runs: Sequence[Run]) -> str:
 
 
 def _compared(known: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """A table of what differs, and what is equal behind a fold."""
+    """A table of the settings that differ, and a collapsed list of the others."""
     names = list(dict.fromkeys(name for _, settings in known for name in settings))
     shown = {
         name: [toml_value(s[name]) if name in s else _NONE for _, s in known] for name in names
@@ -428,7 +427,7 @@ def _compared(known: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def _folded_settings(summary: str, settings: Mapping[str, object]) -> str:
-    """A list behind a line that opens it."""
+    """A collapsible list."""
     entries = "".join(
         f"<dt>{escape(name)}</dt><dd>{escape(toml_value(value))}</dd>"
         for name, value in settings.items()

@@ -1,12 +1,12 @@
-"""A run as its folder tells it: settings, events, answers, and its numbers over the training.
+"""Reads a run folder: settings, events, answers, and series of its numbers.
 
-Everything is read as far as it is whole. A run that is still in progress, or was killed in the
-middle of a line, is the run up to its last whole line.
+Everything is read up to its last complete line, so runs that are in progress or were killed can be
+read too.
 
-A chart has one line for each run, in the order of the runs; a run that has no values has an empty
-one. Runs that differ in nothing but the seed are one group: one line, their mean, with a band.
-A group holds no two runs of one seed: a seed fixes its run, so that would count one sample twice.
-What is not surely the same counts as different, because a mean over unlike runs would mislead.
+A chart has one line per run, in the order of the runs; a run without values has an empty one. Runs
+that differ only in the seed form a group: their mean as one line, with a band. A group has no two
+runs of the same seed: a seed fixes its run, so that would count one sample twice. Runs that are not
+known to be the same count as different, because a mean over unlike runs would mislead.
 """
 
 from __future__ import annotations
@@ -33,71 +33,70 @@ from sortedrl.report.lanes import Lanes, lanes
 from sortedrl.types import Key
 
 BESIDE = ("metrics.jsonl", "config.toml", "answers.jsonl", "run.json")
-"""What a run's folder holds beside its events."""
+"""Files of a run folder besides its events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run wrote down; `events` open with `begin`."""
+    """The files of a run; `events` starts with `begin`."""
 
     name: str
     events: Sequence[Event]
     rows: Sequence[Mapping[str, Value]] = ()
-    """The rows of its metrics: one for each update, and one for each evaluation."""
+    """The rows of its metrics, one for each update and each evaluation."""
     config: Mapping[str, Any] | None = None
-    """Every setting, as resolved; `None` where only events are known."""
+    """Every setting, as resolved; `None` if only events are known."""
     answers: Sequence[LoggedAnswer] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
-    """When it started, on which machine, and the commit, as far as it is recorded."""
+    """Start time, machine and commit, as far as recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """An evaluation: the share of right answers, and where in the run it took place."""
+    """An evaluation: accuracy, and when in the run it was."""
 
     score: float
     update: int
     answers: float
-    """Answers trained on by then."""
+    """Answers trained so far."""
     tokens: float
-    """Tokens trained on by then."""
+    """Tokens trained so far."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run, measured."""
+    """A run with its metrics."""
 
     record: RunRecord
     metrics: Metrics
     lanes: Lanes
     scores: tuple[HeldOut, ...]
     rewards: Mapping[Key, float]
-    """The rewards of the answers that were trained on, where they got any."""
+    """Rewards of trained answers, if they got any."""
 
     @property
     def name(self) -> str:
-        """What pages and pictures call it."""
+        """The name on pages and charts."""
         return self.record.name
 
     @property
     def is_ended(self) -> bool:
-        """Whether it used up its prompts; false while it runs, or where it was stopped."""
+        """Whether it reached the end of its data; false while it runs or if it was stopped."""
         return isinstance(self.record.events[-1], End)
 
 
 def read_run(path: Path, *, name: str | None = None) -> RunRecord:
-    """The record of a run's folder, or of a bare log of events.
+    """Read a run folder, or a bare event log.
 
-    Its name is that of the folder or the file by default.
+    Its name is that of the folder or file by default.
     """
     called = run_names([path])[0] if name is None else name
     log = path if path.is_file() else path / "events.jsonl"
     if not log.is_file() or (path.is_file() and not _may_be_events(log)):
         raise DataError(
             path,
-            "must be the folder of a run, with events.jsonl in it, or a log of events; "
-            "check the path",
+            "must be a run folder with events.jsonl, or an event log; check the path",
         )
     if path.is_file():
         return RunRecord(name=called, events=_events(path))
@@ -105,14 +104,14 @@ def read_run(path: Path, *, name: str | None = None) -> RunRecord:
 
 
 def _may_be_events(file: Path) -> bool:
-    """Whether a file is empty or opens with an event, unlike a log of lengths or a TOML file."""
+    """Whether a file is empty or starts with an event, unlike a log of lengths or a TOML file."""
     with file.open(encoding="utf-8", errors="replace") as text:
         opening = text.readline(64)
     return not opening.strip() or '"event"' in opening
 
 
 def with_files(record: RunRecord, folder: Path) -> RunRecord:
-    """The record with what lies beside its events in the folder of the run."""
+    """Add the other files of the run folder to the record."""
     rows, config, answers, mark = (folder / name for name in BESIDE)
     return replace(
         record,
@@ -124,7 +123,7 @@ def with_files(record: RunRecord, folder: Path) -> RunRecord:
 
 
 def _facts(mark: Path) -> dict[str, str]:
-    """The texts in the mark of a run; none where it cannot be read."""
+    """The text values of run.json; empty if it cannot be read."""
     try:
         found = json.loads(mark.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -134,21 +133,21 @@ def _facts(mark: Path) -> dict[str, str]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """The records of several runs, with names that tell them apart."""
+    """Read several runs, with unique names."""
     if not paths:
-        raise ConfigError("at least one run must be given, got none; name the folder of a run")
+        raise ConfigError("at least one run must be given, got none; give a run folder")
     return [read_run(p, name=n) for p, n in zip(paths, run_names(paths), strict=True)]
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """What runs at these places are called: as much of each path's end as no other has."""
+    """Unique names for the runs at these paths: as many trailing parts as needed."""
     places = [_parts(path.resolve()) for path in paths]
     names = []
     for number, parts in enumerate(places):
         others = places[:number] + places[number + 1 :]
         if parts in others:
             given = str(paths[number])
-            raise ConfigError(f"every run must be given once, got {given!r} twice; leave one out")
+            raise ConfigError(f"each run must be given once, got {given!r} twice; remove one")
         count = 1
         while count < len(parts) and any(o[-count:] == parts[-count:] for o in others):
             count += 1
@@ -157,14 +156,14 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _parts(path: Path) -> tuple[str, ...]:
-    """A log in the folder of a run is called like the folder."""
+    """A log in a run folder is named after the folder."""
     if path.suffix != ".jsonl":
         return path.parts
     return path.parent.parts if path.name == "events.jsonl" else (*path.parts[:-1], path.stem)
 
 
 def measured(record: RunRecord) -> Run:
-    """The run with its numbers."""
+    """Compute the metrics of a run."""
     return Run(
         record=record,
         metrics=measure(record.events),
@@ -181,7 +180,7 @@ def measured(record: RunRecord) -> Run:
 
 
 def number(row: Mapping[str, Value], name: str) -> float | None:
-    """A number of a row of metrics, if it is there and finite."""
+    """A number in a row of metrics, if it is present and finite."""
     value = row.get(name)
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -190,13 +189,13 @@ def _events(log: Path) -> list[Event]:
     events = list(read_events(log))
     if not events or not isinstance(events[0], Begin):
         raise DataError(
-            log, "must open with 'begin', but does not; wait for the run's first update"
+            log, "must start with 'begin', but does not; wait for the run's first update"
         )
     return events
 
 
 def _held_out(rows: Sequence[Mapping[str, Value]]) -> Iterator[HeldOut]:
-    """The evaluations of a run, each at the place of the last update before it."""
+    """The evaluations of a run, each located at the last update before it."""
     answers = tokens = seconds = 0.0
     for row in rows:
         answers = number(row, "total/samples") or answers
@@ -214,7 +213,7 @@ def _held_out(rows: Sequence[Mapping[str, Value]]) -> Iterator[HeldOut]:
 
 
 By = Literal["answers", "tokens", "seconds"]
-"""What a score can be drawn against."""
+"""The x axes of a score."""
 
 _PLACES: dict[By, tuple[str, Callable[[HeldOut], float]]] = {
     "answers": ("answers trained on", lambda held_out: held_out.answers),
@@ -223,7 +222,7 @@ _PLACES: dict[By, tuple[str, Callable[[HeldOut], float]]] = {
 }
 
 Line = Sequence[tuple[float, float]]
-"""Values over places, the places in order."""
+"""Values over positions, in order of position."""
 _OTHERWISE = frozenset(
     {
         "seed",
@@ -236,14 +235,14 @@ _OTHERWISE = frozenset(
     }
 )
 _OTHERWISE_SECTIONS = ("saving.", "tracking.")
-"""Settings and sections that change where and how fast a run goes, not what it learns."""
+"""Settings that affect speed but not learning."""
 _SEED_OF_TASK = re.compile(r"(?<=[:,])seed=[0-9]+(?=,|$)")
 _WORD = re.compile(r"[^-_./\\\s]+")
 _SEED_WORDS = ("seed", "s")
 
 
 _METRICS: tuple[tuple[tuple[str, ...], str, str, bool, str], ...] = (
-    (("loss",), "Loss", "loss", False, "Loss of each update, before its step."),
+    (("loss",), "Loss", "loss", False, "Loss of each update, before the optimiser step."),
     (
         ("grad_norm",),
         "Gradient norm",
@@ -277,7 +276,7 @@ _METRICS: tuple[tuple[tuple[str, ...], str, str, bool, str], ...] = (
         "Effective sample size",
         "effective sample size",
         True,
-        "Share of the tokens that the importance weights effectively keep; 100 % on-policy.",
+        "Effective sample size of the importance weights, as a share of tokens; 100 % on-policy.",
     ),
     (
         ("gap/max",),
@@ -288,7 +287,7 @@ _METRICS: tuple[tuple[tuple[str, ...], str, str, bool, str], ...] = (
         "weights.",
     ),
 )
-"""Keys of the metrics that are added up, title, label, whether it is a share, and caption."""
+"""Metric keys to sum, title, label, whether it is a share, and caption."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +307,7 @@ class LineChart:
 
 
 def score_chart(runs: Sequence[Run], *, by: By) -> LineChart:
-    """The score on held-out prompts against what it took."""
+    """The held-out score over answers, tokens, seconds or updates."""
     x_label, place = _PLACES[by]
     return LineChart(
         title=f"Held-out accuracy by {x_label}",
@@ -320,7 +319,7 @@ def score_chart(runs: Sequence[Run], *, by: By) -> LineChart:
 
 
 def length_chart(runs: Sequence[Run]) -> LineChart:
-    """The mean length of the answers of each update."""
+    """The mean answer length of each update."""
     return LineChart(
         title="Mean length of the answers of an update",
         x_label="update",
@@ -330,7 +329,7 @@ def length_chart(runs: Sequence[Run]) -> LineChart:
 
 
 def reward_chart(runs: Sequence[Run]) -> LineChart:
-    """The mean reward of the answers of each update that got any."""
+    """The mean reward of each update."""
     return LineChart(
         title="Mean reward of the answers of an update",
         x_label="update",
@@ -340,7 +339,7 @@ def reward_chart(runs: Sequence[Run]) -> LineChart:
 
 
 def metric_charts(runs: Sequence[Run]) -> Iterator[tuple[LineChart, str]]:
-    """Charts of the trainer's numbers that any run has logged, each with its caption."""
+    """Charts of the trainer metrics that any run has, each with its caption."""
     for names, title, y_label, is_share, caption in _METRICS:
         chart = LineChart(
             title=title,
@@ -356,7 +355,7 @@ def metric_charts(runs: Sequence[Run]) -> Iterator[tuple[LineChart, str]]:
 def chart_figure(
     chart: LineChart, groups: Sequence[SeedGroup], *, caption: str, width: int = WIDTH
 ) -> str:
-    """Curves with a line for each group of seeds; nothing where no run has the number."""
+    """Curves with a line for each group of seeds; empty if no run has the number."""
     if chart.is_empty:
         return ""
     series = seed_series(groups, chart.lines)
@@ -375,12 +374,12 @@ def chart_figure(
 
 
 def counted(values: Sequence[float]) -> Line:
-    """The values at 1, 2, 3 and so on."""
+    """The values at positions 1, 2, 3 and so on."""
     return [(float(place), value) for place, value in enumerate(values, start=1)]
 
 
 def _over_updates(run: Run, *names: str) -> Line:
-    """A number of the run's metrics, or the sum of several, at each update that has all of them."""
+    """A metric, or the sum of several, at each update that has all of them."""
     points = []
     for row in run.record.rows:
         x, *ys = (number(row, name) for name in ("update", *names))
@@ -398,7 +397,7 @@ def _lengths(run: Run) -> list[float]:
 
 
 def _rewards(run: Run) -> list[float]:
-    """From the events, where the run has no metrics."""
+    """Rewards from the events, if the run has no metrics."""
     updates = [event.scored for event in run.record.events if isinstance(event, Score)]
     given = [[one.reward for one in scored if one.reward is not None] for scored in updates]
     return [sum(found) / len(found) for found in given if found]
@@ -410,21 +409,21 @@ class SeedGroup:
 
     name: str
     places: tuple[int, ...]
-    """Which runs, by their place in what was given."""
+    """Indices of the runs."""
 
 
 class Spread(NamedTuple):
-    """What lines have in common: their mean, and how far apart they lie."""
+    """Statistics of several lines: their mean, and their range."""
 
     points: tuple[tuple[float, float], ...]
     band: tuple[tuple[float, float, float], ...]
-    """Places with the least and the most."""
+    """Positions with minimum and maximum."""
 
 
 def seed_groups(records: Sequence[RunRecord]) -> list[SeedGroup]:
-    """The groups, in the order of their first runs, with names of their own.
+    """Group the runs by settings without seed, in order, with unique names.
 
-    A run whose settings are not known is a group of its own.
+    A run with unknown settings is a group of its own.
     """
     groups: list[list[int]] = []
     for place, record in enumerate(records):
@@ -441,9 +440,9 @@ def seed_groups(records: Sequence[RunRecord]) -> list[SeedGroup]:
 
 
 def seed_series(groups: Sequence[SeedGroup], lines: Sequence[Line]) -> list[Series]:
-    """A line for each group, from those of its runs: the only one, or their mean with a band.
+    """A line for each group: that of its only run, or the mean of its runs with a band.
 
-    Runs that have no points yet do not count.
+    Runs without points do not count.
     """
     made = []
     for group in groups:
@@ -460,9 +459,9 @@ def seed_series(groups: Sequence[SeedGroup], lines: Sequence[Line]) -> list[Seri
 
 
 def spread(lines: Sequence[Line]) -> Spread:
-    """Mean, least and most of the lines wherever one has a point and all of them reach.
+    """Mean, minimum and maximum wherever one line has a point and all of them reach.
 
-    Between its points a line is straight. Where it has several values at a place, the last holds.
+    Lines are interpolated linearly. With several values at a position, the last one counts.
 
     >>> spread([[(0, 1.0), (4, 3.0)], [(0, 3.0), (2, 6.0)]]).points
     ((0, 2.0), (2, 4.0))
@@ -482,7 +481,7 @@ def spread(lines: Sequence[Line]) -> Spread:
 
 
 def _along(line: Mapping[float, float], places: Sequence[float]) -> Iterator[float]:
-    """The height of a line at places that it reaches."""
+    """Interpolate a line at positions within its range."""
     xs = sorted(line)
     for x in places:
         if x in line:
@@ -495,7 +494,7 @@ def _along(line: Mapping[float, float], places: Sequence[float]) -> Iterator[flo
 
 
 def _is_other_seed(one: RunRecord, other: RunRecord) -> bool:
-    """Whether two runs differ in the seed and in nothing else that matters."""
+    """Whether two runs differ only in the seed, as far as learning is concerned."""
     if one.config is None or other.config is None:
         return False
     seeds = one.config.get("seed"), other.config.get("seed")
@@ -509,7 +508,7 @@ def _is_other_seed(one: RunRecord, other: RunRecord) -> bool:
 
 
 def flat(settings: Mapping[str, Any], *, section: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names.
+    """Flatten nested settings to dotted names.
 
     >>> flat({"seed": 1, "engine": {"slots": 8}})
     {'seed': 1, 'engine.slots': 8}
@@ -532,16 +531,16 @@ def _what_matters(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_seed(value: object) -> object:
-    """A setting in which the seeds of tasks are hidden."""
+    """Replace the seeds in task specs."""
     if isinstance(value, str):
         return _SEED_OF_TASK.sub("seed=", value)
     return [_without_seed(part) for part in value] if isinstance(value, list) else value
 
 
 def _is_same_model(models: Sequence[str], seeds: Sequence[str]) -> bool:
-    """Whether two models are one, or lie in folders that are named after the seeds.
+    """Whether two models are the same, or in folders named after the seeds.
 
-    Other numbers in a path may be the size of the model, and so make a difference.
+    Other numbers in a path may be the size of the model.
     """
     one, other = (re.split(r"[/\\]", model) for model in models)
     return len(one) == len(other) and all(
@@ -551,12 +550,12 @@ def _is_same_model(models: Sequence[str], seeds: Sequence[str]) -> bool:
 
 
 def _named_after(folder: str, seed: str) -> str:
-    """A folder's name without the seed, where it ends with it as a number of its own."""
+    """A folder's name without the seed, if it ends with it as a separate number."""
     return re.sub(rf"(?<![0-9.]){re.escape(seed)}$", "*", folder)
 
 
 def _group_names(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
-    """A name for each group; runs that stand alone keep theirs where they can."""
+    """A unique name for each group; single runs keep theirs if possible."""
     names: dict[int, str] = {}
     for place in sorted(range(len(groups)), key=lambda place: len(groups[place]) > 1):
         group = groups[place]
@@ -570,7 +569,7 @@ def _group_names(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """What names have in common, at their beginning and at their end; "" where there is nothing.
+    """The common prefix and suffix of names; "" if there is none.
 
     >>> _common_name(["demo0/sorted", "demo1/sorted"]), _common_name(["sync-seed-1", "sync-seed-2"])
     ('sorted', 'sync')
@@ -590,6 +589,6 @@ def _common_name(names: Sequence[str]) -> str:
 
 
 def _shared(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The beginning that all rows share."""
+    """The common prefix of all rows."""
     columns = zip(*rows, strict=False)
     return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]

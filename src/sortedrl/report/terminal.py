@@ -1,8 +1,8 @@
-"""Words, tables and progress on the terminal.
+"""Text, tables and progress in the terminal.
 
-Results go to standard output; progress goes to standard error, live on a terminal and as an
-occasional plain line elsewhere. Nothing that is shown is read as markup, and what would move the
-cursor is replaced: names come from users, and from files of others.
+Results go to standard output; progress goes to standard error, live in a terminal and as occasional
+plain lines elsewhere. Nothing is parsed as markup, and control characters are replaced: names come
+from users and from files of others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sortedrl.core.files import refuse_foreign, write_whole
 from sortedrl.errors import DataError, os_errors
 
 Advance = Callable[[str, float], None]
-"""Tell what is being done, and how much of the total is done by now."""
+"""Report the current activity, and how much of the total is done."""
 
 _PLAIN_SECONDS = 5.0
 PAGE = b'<meta name="generator" content="sortedrl">'
@@ -33,7 +33,7 @@ _PICTURE = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
 
 @contextmanager
 def progress(total: float) -> Iterator[Advance]:
-    """Show how far long work has come."""
+    """Show the progress of long work."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _plain(total)
@@ -50,10 +50,10 @@ def progress(total: float) -> Iterator[Advance]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under headings, the first column to the left and the others to the right."""
+    """Print rows under headings, the first column left-aligned and the others right-aligned."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, name in enumerate(columns):
-        # Where the terminal is too narrow, names are folded and numbers stay whole.
+        # If the terminal is too narrow, names are folded and numbers are not.
         if number:
             grid.add_column(Text(one_line(name)), justify="right", no_wrap=True)
         else:
@@ -67,7 +67,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def one_line(text: str, *, is_ascii: bool = False) -> str:
-    """The text as one line without control characters, for a terminal that may know ASCII only.
+    """The text as one line without control characters, for a terminal that may support only ASCII.
 
     >>> one_line("[easy]" + chr(27) + "[2J" + chr(10)), one_line("é" + chr(27), is_ascii=True)
     ('[easy]�[2J�', '??')
@@ -79,23 +79,23 @@ def one_line(text: str, *, is_ascii: bool = False) -> str:
 
 
 def tell(line: str) -> None:
-    """A line for the person who waits, beside the results."""
+    """Print a status line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def thousands(value: float) -> str:
-    """A number with separators; a small one with a decimal."""
+    """Format with separators; small numbers with a decimal."""
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
 def refuse_other_picture(path: Path | None) -> None:
-    """Refuse a path for a picture, before it is computed, where there is anything else."""
+    """Refuse to replace anything but a picture of ours, before the picture is computed."""
     if path is not None:
         refuse_foreign(path, mark=_PICTURE)
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Refuse a file that cannot be written, before the work whose result goes there."""
+    """Refuse a file that cannot be written, before its content is computed."""
     if path.is_dir():
         raise DataError(path, "cannot be written (Is a directory); give the name of a file")
     if not path.parent.is_dir():
@@ -105,24 +105,24 @@ def refuse_unwritable(path: Path) -> None:
 
 
 def refuse_unwritable_folder(path: Path) -> None:
-    """Refuse a folder that cannot be made or written into; nothing is made yet."""
+    """Refuse a folder that cannot be created or written to; nothing is created yet."""
     nearest = next((p for p in (path, *path.absolute().parents) if p.exists()), Path("/"))
     if not nearest.is_dir():
         raise DataError(path, f"must be a folder, but {nearest} is a file; give another name")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise DataError(path, f"cannot be made (no permission to write in {nearest})")
+        raise DataError(path, f"cannot be created (no permission to write in {nearest})")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and say where it is.
+    """Write a file atomically, and print its path.
 
-    A page replaces a page of ours, a picture a picture; nothing else is written over.
+    A page replaces a page of ours, a picture a picture of ours; other files are refused.
     """
     marks = {"<!DOCTYPE html>": PAGE, "<svg": _PICTURE}
     found = [mark for beginning, mark in marks.items() if text.startswith(beginning)]
     refuse_foreign(path, mark=found[0] if found else None)
     with os_errors(path, "cannot be written"):
-        # Half a surrogate pair, in a path or an answer, has no UTF-8.
+        # A lone surrogate, in a path or an answer, has no UTF-8.
         write_whole(path, text.encode(errors="backslashreplace"))
     print(f"wrote {path}", file=sys.stderr)
 

@@ -1,9 +1,9 @@
-"""A run as a trace for Perfetto and Chrome: every slot, update, weight sync and reward as a track.
+"""A run as a trace for Perfetto and Chrome: slots, updates, weight syncs and rewards as tracks.
 
-The file has the Trace Event Format, as a JSON object. Times are whole microseconds since the run
-began and never go back; bars of one thread follow each other without overlap. Events are written
-as they are made, so a trace needs little more memory than the run's own record.
-Spans lie between the run's first and last event. What had no end when the log ends, ends there.
+The file is a JSON object in the Trace Event Format. Times are whole microseconds since the start of
+the run and never decrease; bars of a thread do not overlap. Events are written as they are
+generated, so memory use is little more than that of the run's record. Spans lie between the first
+and the last event; what has not ended when the log ends, ends there.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from sortedrl.types import Key
 TraceEvent = Mapping[str, object]
 
 PROCESSES = ("rounds", "groups", "trainer", "rewards", "slots")
-"""The processes of a trace from top to bottom; a process has its place in this order as its id."""
+"""The processes of a trace from top to bottom; the position is the process id."""
 
 _FIRST_THREAD = 101
-"""Threads are numbered on from here, so that none has the number of a process."""
+"""Threads are numbered from here on, so that none has the number of a process."""
 
 SpanKind = Literal["rounds", "groups", "updates", "weight_syncs", "waits", "rewards", "slots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
-    """What a trace holds."""
+    """The contents of a trace."""
 
     seconds: float
-    """From the run's start to its last event."""
+    """From the start of the run to its last event."""
     counts: Mapping[str, int]
-    """Bars of each kind, and `counters` and `resumes`."""
+    """Bars of each kind, `counters` and `resumes`."""
 
 
 def write_trace(record: RunRecord, path: Path) -> TraceSummary:
-    """Write the trace of a run; packed where the path ends in `.gz`."""
+    """Write the trace of a run, compressed if the path ends in `.gz`."""
     refuse_foreign(path, mark=b'{"displayTimeUnit": "ms", "otherData": {"run": ')
     run = measured(record)
     about = {"run": run.name, "schedule": run.metrics.schedule, "slots": run.metrics.slots}
@@ -85,7 +85,7 @@ def write_trace(record: RunRecord, path: Path) -> TraceSummary:
 
 
 def trace_events(run: Run) -> Iterator[TraceEvent]:
-    """The names of processes and threads, then everything that happened, in order."""
+    """The names of processes and threads, then all events in order."""
     spans = _Spans(run)
     threads: list[tuple[str, str]] = []
     streams: list[Iterator[TraceEvent]] = []
@@ -140,7 +140,7 @@ def _bars(lane: Iterable[Span], *, run: Run, pid: int, tid: int) -> Iterator[Tra
 
 
 def _lanes(track: Sequence[Span]) -> list[list[Span]]:
-    """The spans in as few lanes as they need, none over another; one lane if there are none."""
+    """Distribute the spans over as few lanes as possible, without overlap; at least one lane."""
     lanes: list[list[Span]] = [[]]
     for span in sorted(track, key=lambda span: (span.start, span.end)):
         free = next((lane for lane in lanes if not lane or lane[-1].end <= span.start), None)
@@ -152,7 +152,7 @@ def _lanes(track: Sequence[Span]) -> list[list[Span]]:
 
 
 def _slot_span(bar: Bar, *, run: Run, running: Collection[Key]) -> Span:
-    """A stretch of writing with what became of it."""
+    """A slot interval with its outcome."""
     key = (bar.prompt, bar.sample)
     is_open = key in running and not bar.is_finished and not bar.decoded
     args: dict[str, object] = {
@@ -179,7 +179,7 @@ def _slot_span(bar: Bar, *, run: Run, running: Collection[Key]) -> Span:
 
 
 def _resumes(run: Run) -> Iterator[TraceEvent]:
-    """Where a run continued from a checkpoint."""
+    """Where the run resumed from a checkpoint."""
     for event in run.record.events:
         if isinstance(event, Resume):
             yield {
@@ -195,7 +195,7 @@ def _resumes(run: Run) -> Iterator[TraceEvent]:
 
 
 def _running(run: Run) -> Iterator[TraceEvent]:
-    """Slots in use; the area under it is the run's busy slot-seconds."""
+    """Slots in use; the area under it is the busy slot-seconds of the run."""
     slots = run.metrics.slots
     last = latest = (0, 0)
     for event in run.record.events:
@@ -206,7 +206,7 @@ def _running(run: Run) -> Iterator[TraceEvent]:
         else:
             continue
         moment = _microseconds(run, event.seconds)
-        # of several values in one microsecond, only the last one lasts
+        # of several values in one microsecond, only the last one counts
         if moment != latest[0] and latest[1] != last[1]:
             yield _counter("running slots", latest, unit="slots")
             last = latest
@@ -216,7 +216,7 @@ def _running(run: Run) -> Iterator[TraceEvent]:
 
 
 def _tokens(run: Run) -> Iterator[TraceEvent]:
-    """Tokens decoded, trained on and discarded so far, at every harvest and update."""
+    """Tokens decoded, trained and discarded so far, at every harvest and update."""
     meter = Meter()
     events = run.record.events
     for event in events:
@@ -241,7 +241,7 @@ def _counter(name: str, point: tuple[int, int], *, unit: str) -> TraceEvent:
 
 
 def _counted_as(event: TraceEvent) -> str:
-    """The word for an event in a summary."""
+    """The name under which a summary counts an event."""
     kinds = {"M": "names", "C": "counters", "i": "resumes"}
     return kinds.get(str(event["ph"])) or str(event["cat"])
 
@@ -259,7 +259,7 @@ def _packed_or_plain(path: Path, file: IO[bytes]) -> Iterator[Callable[[bytes], 
     if path.suffix != ".gz":
         yield file.write
         return
-    # without name and time, the same run gives the same file
+    # without name and time, so that the same run gives the same file
     with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
         yield packed.write
 
@@ -276,7 +276,7 @@ class Span:
 
 
 class _Spans:
-    """The spans of a run that last longer than a moment, by kind."""
+    """The spans of a run, by kind."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -290,7 +290,7 @@ class _Spans:
         self._begun = 0.0
         self._flight: Update | None = None
         self.running: set[Key] = set()
-        """Answers that were being decoded when the log ends."""
+        """Answers that were running when the log ends."""
         for event in run.record.events:
             self._take(event)
         self._end_rollout(run.lanes.end)
@@ -299,7 +299,7 @@ class _Spans:
             self._close(group, run.lanes.end, is_closed=False)
 
     def tracks(self) -> Iterator[tuple[tuple[str, str], list[Span]]]:
-        """The spans by process and thread, as a trace shows them."""
+        """The spans by process and thread, in the order of the trace."""
         yield ("rounds", "rollout"), self._found["rounds"]
         yield ("groups", "group"), self._found["groups"]
         yield ("trainer", "updates"), self._found["updates"]
@@ -331,7 +331,7 @@ class _Spans:
         elif isinstance(event, Update):
             self._update(event)
         elif isinstance(event, Landed):
-            # The clock is read again for the event, a moment after the update was done.
+            # The event has a later clock reading than the end of the update.
             self._land(min(self._begun + event.took_seconds, event.seconds))
 
     def _add(
@@ -340,7 +340,7 @@ class _Spans:
         self._found[kind].append(Span(kind=kind, name=name, start=start, end=end, args=args))
 
     def _enter(self, event: SyncWeights | Load | Start | Harvest) -> None:
-        """The numbers of rounds are in the order in which rounds are first named."""
+        """Rounds are numbered in the order of their first event."""
         if event.round != self._round:
             self._round = event.round
             self._place += 1
@@ -407,7 +407,7 @@ class _Spans:
             self._workers.setdefault(worker, []).extend(_in_turn(batch, until=event.seconds))
 
     def _reward(self, scored: Scored, start: float, *, until: float) -> Span:
-        """One reward, inside the run even where clocks disagree a little."""
+        """One reward, clamped to the run in case clocks differ slightly."""
         start = min(max(start, self._run.lanes.start), until)
         args: dict[str, object] = {"prompt": scored.prompt, "sample": scored.sample}
         if scored.reward is not None:
@@ -422,7 +422,7 @@ class _Spans:
 
 
 def _in_turn(batch: Sequence[Span], *, until: float) -> list[Span]:
-    """Answers that a worker got together: one after the other, if there was time for that."""
+    """Split a batch of answers scored together into consecutive spans, if it lasted long enough."""
     total = sum(span.end - span.start for span in batch)
     if batch[0].start + total > until:
         return list(batch)

@@ -1,18 +1,17 @@
-"""The page of runs in progress: their files followed, the page rebuilt and served.
+"""Follows runs in progress, rebuilds their page, and serves it.
 
-No request but the first waits for a page to be made. One thread follows the runs, and makes a page
-only when something has changed, when someone asked within the last minute, and never for more than
-a fifth of the time, however large the runs are. A run may be watched before it has started: until
-its log opens there is no record, and `note` says what is waited for. A look that goes wrong leaves
-the record as it was.
+Only the first request waits for a page to be built. One thread follows the runs, and builds a page
+only if something has changed and someone has requested it within the last minute, for at most a
+fifth of the time, however large the runs are. A run may be watched before it starts: until its log
+begins there is no record, and `note` says what is missing. A failed read keeps the record as it is.
 
     /                    the page
-    /state               what the page asks for again and again: is there a newer one?
-    /files/RUN/PATH      a plain file out of a run's folder, to be saved
+    /state               polled by the page: is there a newer version?
+    /files/RUN/PATH      a plain file from a run folder, as a download
 
-The server answers GET and HEAD. On a loopback address only requests that name this machine are
-answered, so that no other site can reach the server under a name of its own (DNS rebinding).
-Whatever a request asks for, and wherever links lead, a file that is served lies inside the folder.
+The server answers GET and HEAD. On a loopback address it answers only requests that name this
+machine, so that no other site can reach it under its own name (DNS rebinding). A served file always
+lies inside the folder, whatever the request, and wherever links lead.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ from sortedrl.report.page import runs_page
 from sortedrl.report.record import BESIDE, RunRecord, run_names, with_files
 
 WANTED_SECONDS = 60.0
-"""Who has not asked for so long is no longer looking."""
+"""A client without requests for this long is gone."""
 _SHARE = 5
-"""A page that took a second to make is made at most every so many seconds."""
+"""A page that takes a second to build is built at most every this many seconds."""
 
 _Print = tuple[int, int] | None
-"""Length and time of a file, by which a change shows; `None` where there is none."""
+"""Size and mtime of a file, to detect changes; `None` if there is none."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -61,22 +60,22 @@ class PageSnapshot:
 
     text: str
     is_ended: bool = False
-    """Whether all runs have used up their prompts."""
+    """Whether all runs have reached the end of their data."""
     seconds: float | None = None
-    """Seconds of training of the run that has trained longest; `None` before any has begun."""
+    """Training seconds of the run that trained longest; `None` before any has begun."""
     written: float | None = None
-    """When the newest of their logs was last written, in seconds since 1970."""
+    """When the newest log was last written, in seconds since 1970."""
     notes: tuple[str, ...] = ()
-    """What keeps the page from showing more."""
+    """Why the page shows no more."""
 
     @property
     def version(self) -> str:
-        """Changes when the page does."""
+        """A hash of the page."""
         return head_value(self.text, "sortedrl-version")
 
 
 class Pages:
-    """The newest page of some runs; to be closed."""
+    """Builds the newest page of some runs in a thread; must be closed."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class Pages:
         tell: Callable[[str], None],
         refresh_seconds: float = 2.0,
     ) -> None:
-        """Start to look; `tell` hears when a page cannot be made."""
+        """Start to follow; `tell` reports pages that cannot be built."""
         self._runs = runs
         self._tell = tell
         self._refresh_seconds = refresh_seconds
@@ -99,7 +98,7 @@ class Pages:
         self._thread.start()
 
     def newest(self, *, timeout_seconds: float = 0.0) -> PageSnapshot:
-        """The newest page; where there was none yet, wait a while for the first."""
+        """The newest page; wait for the first one, up to the timeout."""
         with self._condition:
             self._wanted = time.monotonic()
             self._condition.notify_all()
@@ -109,7 +108,7 @@ class Pages:
             return self._newest
 
     def close(self) -> None:
-        """Make no more pages."""
+        """Stop building pages."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
@@ -119,7 +118,7 @@ class Pages:
         due = time.monotonic()
         while self._is_wanted_at(due):
             started = time.monotonic()
-            # every run is looked at, also after one that has changed
+            # look at every run, even after one that has changed
             has_changed = any([run.look() for run in self._runs])
             if has_changed:
                 snapshot = self._made()
@@ -130,7 +129,7 @@ class Pages:
             due = started + max(self._refresh_seconds, _SHARE * took)
 
     def _is_wanted_at(self, due: float) -> bool:
-        """Wait until the time has come and someone is looking; false once closed."""
+        """Wait until the page is due and requested; false once closed."""
         with self._condition:
             while not self._is_closed:
                 now = time.monotonic()
@@ -147,7 +146,7 @@ class Pages:
             return self._waiting(notes)
         try:
             text = runs_page(records, title=self._title, refresh_seconds=self._refresh_seconds)
-        except Exception as error:  # noqa: BLE001  a page that breaks must not end all later ones
+        except Exception as error:  # noqa: BLE001  a page that fails must not prevent later ones
             note = f"the page could not be built ({type(error).__name__}: {error})"
             self._tell(note)
             if self._newest.seconds is None:
@@ -169,7 +168,7 @@ class Pages:
 
 
 def waiting_page(notes: Sequence[str], *, title: str, refresh_seconds: float) -> str:
-    """A page that says what is waited for."""
+    """A page that says what is missing."""
     lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
     body = (
         f'<header><p class="kicker">{escape(title)}</p><h1>Nothing to show yet</h1>'
@@ -186,7 +185,7 @@ def waiting_page(notes: Sequence[str], *, title: str, refresh_seconds: float) ->
 
 
 class FollowedRun:
-    """A run's folder, or a bare log of events, looked at again and again."""
+    """A run folder, or a bare event log, read incrementally."""
 
     def __init__(self, path: Path, *, name: str) -> None:
         self.path = path
@@ -201,7 +200,7 @@ class FollowedRun:
 
     @property
     def is_ended(self) -> bool:
-        """Whether its log says that the prompts are used up."""
+        """Whether its log reached the end of the data."""
         return self.record is not None and isinstance(self.record.events[-1], End)
 
     @property
@@ -211,8 +210,8 @@ class FollowedRun:
         return None if log is None else log[1] / 1e9
 
     def look(self) -> bool:
-        """Read what is new; whether record or note may have changed."""
-        # Taken before reading: what is written meanwhile is seen by the next look.
+        """Read new data; returns whether record or note may have changed."""
+        # Taken before reading: what is written meanwhile is seen at the next look.
         beside = (self.path / name for name in BESIDE)
         prints = [_fingerprint(path) for path in (self.path, self._log, *beside)]
         if prints == self._prints:
@@ -231,7 +230,7 @@ class FollowedRun:
         return self.path if self.path.is_file() else self.path / "events.jsonl"
 
     def _read(self) -> str | None:
-        """Renew the record; or tell what it waits for."""
+        """Update the record, or return what is missing."""
         if not self.path.exists():
             return f"{self.path} does not exist yet; waiting for the run to start"
         log = self._log
@@ -245,7 +244,7 @@ class FollowedRun:
         return None
 
     def _check(self, events: Sequence[Event], log: Path) -> None:
-        """Refuse events that cannot follow each other; only new ones are checked."""
+        """Refuse events that cannot follow the previous ones; only new ones are checked."""
         if events is not self._checked:
             self._checked, self._num_checked, self._order = events, 0, Order()
         for event in events[self._num_checked :]:
@@ -258,7 +257,7 @@ class FollowedRun:
 
 
 def followed(paths: Sequence[Path]) -> list[FollowedRun]:
-    """The runs at these paths, each under a name of its own."""
+    """The runs at these paths, with unique names."""
     return [
         FollowedRun(path, name=name) for path, name in zip(paths, run_names(paths), strict=True)
     ]
@@ -273,16 +272,16 @@ def _fingerprint(path: Path) -> _Print:
 
 
 class Tail:
-    """The events of a log, as far as it is written."""
+    """Reads the events of a growing log."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._restart()
 
     def look(self) -> list[Event]:
-        """Every event of the log by now; `DataError` names a line that holds none.
+        """All events of the log so far; `DataError` for an invalid line.
 
-        After such a line the next look starts at the beginning: it may have been written over.
+        After such a line the next look starts over, as the file may have been replaced.
         """
         with self.path.open("rb") as file:
             if not self._begins_as_before(file):
@@ -293,13 +292,13 @@ class Tail:
         return self._events
 
     def _restart(self) -> None:
-        # A new list: whoever holds the old one can keep using it.
+        # A new list: the old one may still be in use.
         self._events: list[Event] = []
         self._digest = blake2b()
         self.kept = 0
 
     def _begins_as_before(self, file: IO[bytes]) -> bool:
-        """Whether the bytes that were read are still there; the file then stands behind them."""
+        """Whether the bytes read so far are unchanged; leaves the file positioned after them."""
         digest, left = blake2b(), self.kept
         while left and (piece := file.read(min(left, _PIECE_BYTES))):
             digest.update(piece)
@@ -332,15 +331,15 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
 }
 _LOCKED = "default-src 'none'; sandbox; frame-ancestors 'none'"
-"""The policy of everything that is no page."""
+"""The content security policy of everything except pages."""
 
 
 class NotFree(ConfigError):
-    """An address or a port that cannot be listened on."""
+    """An address or port that cannot be listened on."""
 
 
 class LocalServer(ThreadingHTTPServer):
-    """An HTTP server that knows whether only this machine can reach it."""
+    """An HTTP server that knows whether it is reachable only from this machine."""
 
     daemon_threads = True
 
@@ -352,7 +351,7 @@ class LocalServer(ThreadingHTTPServer):
         *,
         tell: Callable[[str], None],
     ) -> None:
-        """Listen; `tell` hears of requests that broke."""
+        """Listen; `tell` reports failed requests."""
         self._tell = tell
         kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
         try:
@@ -366,7 +365,7 @@ class LocalServer(ThreadingHTTPServer):
             ) from error
 
     def server_bind(self) -> None:
-        """Bind, without asking a name server what this machine is called."""
+        """Bind without a name server lookup of this machine."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
@@ -377,7 +376,7 @@ class LocalServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where a program on this machine finds it."""
+        """Its URL for programs on this machine."""
         address = ipaddress.ip_address(str(self.server_address[0]))
         if address.is_unspecified:
             address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
@@ -385,9 +384,9 @@ class LocalServer(ThreadingHTTPServer):
         return f"http://{host}:{self.server_address[1]}/"
 
     def is_asked_by_name(self, headers: Message) -> bool:
-        """Whether a request is for a name of this machine, where others cannot reach it.
+        """Whether a request names this machine, if the server listens on a loopback address.
 
-        So no web page can reach the server under a name of its own (DNS rebinding).
+        This prevents web pages from reaching it under their own name (DNS rebinding).
         """
         if not self.is_loopback:
             return True
@@ -397,7 +396,7 @@ class LocalServer(ThreadingHTTPServer):
         return len(given) == 1 and re.fullmatch(known, given[0], re.IGNORECASE) is not None
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Tell in one line what broke; a caller that went away is no news."""
+        """Report a failure in one line; clients that disconnected are ignored."""
         error = sys.exception()
         if not isinstance(error, ConnectionError | TimeoutError):
             self._tell(f"a request failed ({type(error).__name__}: {error})")
@@ -415,7 +414,7 @@ class PageServer(LocalServer):
         folders: Mapping[str, Path],
         tell: Callable[[str], None],
     ) -> None:
-        """Listen; `folders` are those of the runs by name."""
+        """Listen; `folders` maps run names to folders."""
         self.pages = pages
         self.folders = folders
         super().__init__(host, port, _Handler, tell=tell)
@@ -429,7 +428,7 @@ def open_server(
     folders: Mapping[str, Path],
     tell: Callable[[str], None],
 ) -> PageServer:
-    """A server at this port; without one, at the first that is free from the usual one on."""
+    """A server at this port; by default at the first free one from 8642 on."""
     usual = [*range(USUAL_PORT, USUAL_PORT + _PORTS_TRIED), 0]
     ports = usual if port is None else [port]
     require(0 <= ports[0] <= 65535, f"port must lie in 0..65535, got {ports[0]}")
@@ -445,14 +444,14 @@ def open_server(
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Says neither what it runs on nor what it was asked."""
+    """Reveals neither its software nor its requests."""
 
     def version_string(self) -> str:
-        """What the server calls itself."""
+        """The server header."""
         return "sortedrl"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing about requests."""
+        """Do not log requests."""
 
 
 class _Handler(QuietHandler):
@@ -477,8 +476,8 @@ class _Handler(QuietHandler):
         self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """A short refusal that repeats nothing from the request."""
-        # the base class knows methods only by whether they are there
+        """Send a short error that repeats nothing from the request."""
+        # the base class refuses methods by their absence
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else code
         text = f"{HTTPStatus(status).phrase}\n".encode()
         extra = {"Allow": "GET, HEAD"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {}
@@ -521,7 +520,7 @@ class _Handler(QuietHandler):
                 length=left,
                 extra={"Content-Disposition": f"attachment; filename*=UTF-8''{quote(found.name)}"},
             )
-            # A log grows while it is sent: what was announced is sent, and no more.
+            # A log may grow while it is sent: exactly the announced length is sent.
             while left and self.command != "HEAD":
                 piece = file.read(min(left, _SENT_BYTES))
                 if not piece:
@@ -565,7 +564,7 @@ class _Handler(QuietHandler):
 
 
 def decoded(part: str) -> str | None:
-    """A part of a request's path between two slashes as text, if it is any."""
+    """Decode one segment of a request path; `None` if it is invalid."""
     try:
         return unquote(part, errors="strict")
     except UnicodeDecodeError:
@@ -573,14 +572,14 @@ def decoded(part: str) -> str | None:
 
 
 def file_inside(folder: Path, parts: Sequence[str | None]) -> Path | None:
-    """The plain file at these parts of a path under the folder, if there is one to hand out."""
+    """The plain file at this path inside the folder, if it may be served."""
     names = [part for part in parts if part is not None and _is_name(part)]
     if not names or len(names) < len(parts):
         return None
     try:
         root = folder.resolve(strict=True)
         found = root.joinpath(*names).resolve(strict=True)
-    except (OSError, RuntimeError):  # not there, too long, or links that go in a circle
+    except (OSError, RuntimeError):  # missing, too long, or a symlink loop
         return None
     if not found.is_relative_to(root) or not all(map(_is_name, found.relative_to(root).parts)):
         return None
@@ -588,7 +587,7 @@ def file_inside(folder: Path, parts: Sequence[str | None]) -> Path | None:
 
 
 def _is_name(part: str) -> bool:
-    """Whether this names something in a folder, and nothing hidden or elsewhere.
+    """Whether this names an entry of a folder that is neither hidden nor elsewhere.
 
     >>> [_is_name(part) for part in ("events.jsonl", "..", ".env", "a/b", "C:", "")]
     [True, False, False, False, False, False]

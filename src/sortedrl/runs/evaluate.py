@@ -20,7 +20,7 @@ from sortedrl.data.catalogue import Task
 from sortedrl.data.stream import tokenized
 from sortedrl.environments.pool import opened_rows
 from sortedrl.evaluation.results import PAGE, WEIGHTS, ResultsWriter
-from sortedrl.evaluation.runner import Question, Runner, gold_of
+from sortedrl.evaluation.runner import EvaluationRunner, Question, gold_of
 from sortedrl.evaluation.statistics import Asked, Evaluation
 from sortedrl.report.evaluation import evaluation_page
 from sortedrl.report.terminal import progress, tell, write_text
@@ -79,7 +79,7 @@ def evaluated(
             for task, pool in zip(tasks, pools, strict=True)
         ]
         engine = evaluation_engine(model, tokenizer, settings, device=exam.device)
-        runner = Runner(
+        runner = EvaluationRunner(
             questions,
             engine=engine,
             submit=partial(engine.submit, tolerance=None),
@@ -136,7 +136,7 @@ def _pools(
     return pools
 
 
-def _write(runner: Runner, writer: ResultsWriter, *, label: str) -> None:
+def _write(runner: EvaluationRunner, writer: ResultsWriter, *, label: str) -> None:
     began = time.monotonic()
     try:
         with progress(max(runner.total, 1)) as advance:

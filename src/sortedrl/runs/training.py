@@ -26,7 +26,7 @@ from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streaming.weight_files import MOST_NATS
 from sortedrl.environments.pool import EnvironmentPool
 from sortedrl.errors import EngineError
-from sortedrl.evaluation.runner import OUTSIDE_SECONDS, TURNS, Question, Runner
+from sortedrl.evaluation.runner import OUTSIDE_SECONDS, TURNS, EvaluationRunner, Question
 from sortedrl.report.live import View
 from sortedrl.runs.build_training import TrainingParts
 from sortedrl.runs.folder import RunFolder, as_saved
@@ -385,7 +385,7 @@ class Evaluator:
         """The scores of the weights; `advance` is given the progress."""
         if self.engine.version != weights.version:
             self.engine.load_weights(weights)
-        runner = Runner(
+        runner = EvaluationRunner(
             self.questions,
             engine=self.engine,
             submit=partial(self.engine.submit, tolerance=None, sampling=self.sampling),

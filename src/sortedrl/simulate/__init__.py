@@ -1,7 +1,7 @@
 """Simulated runs: lengths, costs, presets, engines on a virtual clock, constants fitted to runs.
 
-Controller, buffer and loop are those of a real run; engine, trainer and clock are simulated.
-The package is a function too: `sortedrl.simulate("paper", mode="coupled")`, see `calls`.
+Controller, buffer and loop are the real ones; engine, trainer and clock are simulated.
+The package is also callable: `sortedrl.simulate("paper", mode="coupled")`, see `calls`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class _Callable(ModuleType):
-    """This package, which can be called."""
+    """This package, made callable."""
 
     def __call__(self, *arguments: Any, **named: Any) -> SimulationResult:  # noqa: ANN401
-        """One simulated run; the arguments are those of `calls.simulate`."""
+        """Run one simulation; see `calls.simulate`."""
         from sortedrl.simulate.calls import simulate
 
         return simulate(*arguments, **named)

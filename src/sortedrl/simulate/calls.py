@@ -1,6 +1,6 @@
 """The simulator from Python: `sortedrl.simulate` and `sortedrl.compare`.
 
-They are the commands of these names, with the same presets, files and settings.
+They do the same as the commands of these names, with the same presets, files and settings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def simulate(
     max_tokens: int | None = None,
     seed: int | None = None,
 ) -> SimulationResult:
-    """One simulated run to its end; arguments change single settings of the source.
+    """Run one simulation; arguments override single settings of the source.
 
     >>> simulate("six", mode="partial").metrics.run.updates
     2
@@ -68,7 +68,7 @@ def compare(
     modes: Sequence[ModeName] = ("on_policy", "partial", "coupled"),
     lookaheads: Sequence[int] = (0, 2),
 ) -> Comparison:
-    """Strategies and modes on the same prompts and the same seed; sync is always there.
+    """Strategies and modes on the same prompts and seed; sync is always included.
 
     >>> compare("six", strategies=["sorted"], modes=["partial"], lookaheads=[0])
     sorted/partial trains 1.33 x the tokens of sync per second of rollout (2 schedules compared)
@@ -92,16 +92,16 @@ class Comparison:
 
     @property
     def best(self) -> SimulationResult:
-        """The fastest that lets no prompt starve."""
+        """The fastest schedule without starving prompts."""
         return best_of(self.results)
 
     @property
     def gain(self) -> float:
-        """How many times as many tokens the best trains per second of rollout as sync."""
+        """Trained tokens per second of rollout of the best, over those of sync."""
         return self.best.metrics.run.goodput / self.results[0].metrics.run.goodput
 
     def __repr__(self) -> str:
-        """The best one, in a sentence."""
+        """The best schedule, in one sentence."""
         return (
             f"{self.best.name} trains {self.gain:.2f} x the tokens of sync per second of rollout "
             f"({len(self.results)} schedules compared)"

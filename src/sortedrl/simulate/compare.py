@@ -29,7 +29,7 @@ from sortedrl.types import Key, Prompt
 
 
 def simulated_loop(simulation: Simulation, *, lengths: Lengths, record: Record) -> Loop:
-    """The loop on simulated parts and a virtual clock."""
+    """The loop with simulated parts on a virtual clock."""
     clock, costs, pool = VirtualClock(), simulation.costs.costs(), simulation.pool
     # All machines train: each takes its share of the tokens of an update.
     shared = replace(costs, update_token_seconds=costs.update_token_seconds / pool.engines)
@@ -62,7 +62,7 @@ def _engine(
     clock: VirtualClock,
     environments: SimulatedEnvironments | None,
 ) -> Engine:
-    """A single engine, or a pool where the settings need one (it is slower to simulate)."""
+    """A single engine, or a pool (slower to simulate) if the settings need one."""
     slots, costs = simulation.engine.slots, simulation.costs.costs()
     if environments is not None:
         return SimulatedEngine(
@@ -107,7 +107,7 @@ class SimulationResult:
     metrics: Metrics
     bias: LengthBias
     early_bias: LengthBias
-    """Of the first half of the answers trained on: below 1 where long answers starve."""
+    """Of the first half of the trained answers: below 1 if long answers starve."""
     trajectory_events: int
     """Starts, finishes and interruptions, each handled by the controller."""
     weight_sync_seconds: float
@@ -176,10 +176,10 @@ def variants(
     modes: Sequence[ModeName] = ("on_policy", "partial", "coupled"),
     lookaheads: Sequence[int] = (0, 2),
 ) -> Iterator[Schedule]:
-    """The schedules worth comparing: each strategy with the modes and lookaheads it knows.
+    """The schedules worth comparing: each strategy with the modes and lookaheads it supports.
 
     sync, minibatch and posthoc never interrupt, so they appear once; settings that a variant does
-    not take are left out of it.
+    not support are removed.
     """
     for strategy in strategies:
         never_interrupts = strategy in ("sync", "minibatch", "posthoc")
@@ -203,9 +203,9 @@ def results_of(
     lookaheads: Sequence[int],
     advance: Callable[[str, float], None] = lambda name, done: None,
 ) -> list[SimulationResult]:
-    """The runs to compare, sync first; a schedule that the simulation itself asks for is in it.
+    """The runs to compare, sync first; the schedule of the simulation is always included.
 
-    `advance` is called with the name of the one that runs and the number done.
+    `advance` is called with the name of the current run and the number of finished ones.
     """
     schedules = list(
         variants(
@@ -227,7 +227,7 @@ def results_of(
 
 
 def best_of(results: Sequence[SimulationResult]) -> SimulationResult:
-    """The fastest that lets no prompt starve: of strategy sorted, if it is among them."""
+    """The fastest schedule without starving prompts: a sorted one, if there is any."""
     safe = [o for o in results if o.simulation.schedule.strategy == "sorted"]
     return max(safe or results, key=lambda result: result.metrics.run.goodput)
 
@@ -269,7 +269,7 @@ def _reference(simulation: Simulation, lengths: Lengths, metrics: Metrics) -> It
 
 
 def agent_variants(simulation: Simulation) -> Iterator[tuple[str, Simulation]]:
-    """The ways to give slots to conversations, each with its name, from lock step to turns."""
+    """The slot policies for conversations, by name, from lock step to slots per turn."""
     conversations, schedule = simulation.conversations, simulation.schedule
     ours = replace(
         schedule, strategy="sorted", mode="partial", lookahead=0, tolerance=None, max_staleness=None

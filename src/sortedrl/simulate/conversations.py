@@ -1,9 +1,8 @@
-"""Simulated conversations: turns, tools that take time, and what they say.
+"""Simulated conversations: turns, tool times and replies.
 
-A conversation alternates a turn, which the simulated engine writes, and a reply of its
-environment. Lengths of turns come from `LengthSettings`; how many turns there are, how long a tool
-takes and how many tokens it gives are drawn from the conversation's own seed, or replayed from a
-log. So every schedule meets the same conversations.
+A conversation alternates turns of the simulated engine with replies of its environment. Lengths of
+turns come from `LengthSettings`; the number of turns, tool times and reply tokens are sampled with
+the seed of the conversation, or replayed from a log, so every schedule gets the same conversations.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from sortedrl.core.clock import VirtualClock
 from sortedrl.core.files import read_lines
 from sortedrl.core.randomness import mix, normal
 from sortedrl.errors import DataError, os_errors
-from sortedrl.simulate.lengths import Lengths, Parting
+from sortedrl.simulate.lengths import Divergence, Lengths
 from sortedrl.types import Key, Trajectory
 
 _TURNS_KEY = 0x7475726E73
@@ -44,30 +43,30 @@ class ConversationSettings:
     turns_sigma: NonNegativeFloat = 0.5
     """Spread of the number of turns (lognormal)."""
     tool_seconds: NonNegativeFloat = 1.0
-    """Median seconds that an environment takes for a reply."""
+    """Median seconds of a reply."""
     tool_sigma: NonNegativeFloat = 1.0
-    """Spread of those seconds (lognormal)."""
+    """Spread of the seconds of a reply (lognormal)."""
     given_tokens: NonNegativeFloat = 100.0
     """Median tokens of a reply."""
     given_sigma: NonNegativeFloat = 0.7
-    """Spread of those tokens (lognormal)."""
+    """Spread of the tokens of a reply (lognormal)."""
     log: Path | None = None
-    """Observed conversations in place of the distributions: JSON lines with a list `turns`, each
-    with `tokens` written, `seconds` outside after it, and `given` tokens."""
+    """Observed conversations instead of distributions: JSON lines with a list `turns`, each with
+    `tokens` generated, `seconds` outside after it, and `given` tokens of the reply."""
     max_turns: PositiveInt | None = None
     """Turns after which a conversation is cut off."""
     max_tool_seconds: PositiveFloat | None = None
     """Timeout of a reply: no tool takes longer."""
     max_open: PositiveInt | None = None
-    """Conversations begun at a time, at most; by default as many as engine.slots times
-    (writing + outside) / writing need."""
+    """Maximum number of concurrent conversations; by default engine.slots times
+    (writing + outside) / writing."""
     is_lock_step: bool = False
-    """Every turn waits until all conversations have written theirs and all tools are done."""
+    """Lock step: every turn waits until all conversations and all tools have finished."""
     has_serial_tools: bool = False
-    """Lock step only: tools run one after the other."""
+    """Lock step only: tools run one at a time."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the values."""
         check_values(self, "conversations.")
         require(
             self.turns == 0 or 1 <= self.turns <= _MOST_TURNS,
@@ -81,7 +80,7 @@ class ConversationSettings:
 
     @property
     def is_used(self) -> bool:
-        """Whether there is an environment at all."""
+        """Whether there is an environment."""
         return self.turns > 0 or self.log is not None
 
     @property
@@ -100,7 +99,7 @@ class ObservedTurn:
 
 
 def read_conversations(path: Path) -> list[tuple[ObservedTurn, ...]]:
-    """The conversations of a log; `DataError` names the line that holds none."""
+    """The conversations of a log; `DataError` names an invalid line."""
     found = []
     with os_errors(path, "cannot be read", advice="; check the path"):
         for number, line in read_lines(path):
@@ -114,7 +113,7 @@ def read_conversations(path: Path) -> list[tuple[ObservedTurn, ...]]:
                     line=number,
                 ) from error
     if not found:
-        raise DataError(path, "holds no conversation; give at least one line")
+        raise DataError(path, "has no conversation; give at least one line")
     return found
 
 
@@ -133,10 +132,10 @@ def _observed(row: Mapping[str, Any]) -> tuple[ObservedTurn, ...]:
 
 
 class Conversations:
-    """Draws every turn and reply of a run; the same key gives the same ones.
+    """Samples the turns and replies of a run; the same key gives the same ones.
 
-    In place of `Lengths` for the simulated engine: the length of a conversation is where its
-    present turn ends.
+    It replaces `Lengths` for the simulated engine: the length of a conversation is the end of its
+    current turn.
     """
 
     def __init__(self, settings: ConversationSettings, *, lengths: Lengths) -> None:
@@ -148,26 +147,26 @@ class Conversations:
         self._log = None if settings.log is None else read_conversations(settings.log)
 
     def length(
-        self, trajectory: Trajectory, *, version: int, parting: Parting | None = None
+        self, trajectory: Trajectory, *, version: int, divergence: Divergence | None = None
     ) -> int:
-        """Tokens of the conversation when its present turn ends."""
+        """Tokens of the conversation at the end of its current turn."""
         before, number = _before_turn(trajectory), trajectory.num_turns
         observed = self._observed(trajectory)
         if observed is not None:
             own = observed[min(number, len(observed)) - 1].tokens
-            own = own if parting is None else max(parting.kept - before + 1, own)
+            own = own if divergence is None else max(divergence.kept - before + 1, own)
             return min(self.max_tokens, before + own)
-        own_parting = None
-        if parting is not None and parting.kept >= before:
-            own_parting = Parting(parting.version, parting.kept - before)
+        own_divergence = None
+        if divergence is not None and divergence.kept >= before:
+            own_divergence = Divergence(divergence.version, divergence.kept - before)
         turn = replace(trajectory, seed=mix(trajectory.seed, number))
         return min(
             self.max_tokens,
-            before + self._lengths.length(turn, version=version, parting=own_parting),
+            before + self._lengths.length(turn, version=version, divergence=own_divergence),
         )
 
     def num_turns(self, trajectory: Trajectory) -> int:
-        """Turns that the conversation has in the end."""
+        """Total number of turns of the conversation."""
         settings, observed = self.turns, self._observed(trajectory)
         if observed is not None:
             turns = len(observed)
@@ -177,7 +176,7 @@ class Conversations:
         return turns if settings.max_turns is None else min(turns, settings.max_turns)
 
     def seconds_outside(self, trajectory: Trajectory) -> float:
-        """How long the reply to its last turn takes."""
+        """Seconds of the reply to its last turn."""
         settings, observed = self.turns, self._observed(trajectory)
         if observed is not None:
             seconds = observed[min(trajectory.num_turns, len(observed)) - 1].seconds
@@ -210,7 +209,7 @@ def _lognormal(median: float, sigma: float, *key: int) -> float:
 
 
 def _before_turn(trajectory: Trajectory) -> int:
-    """Tokens written before the present turn."""
+    """Tokens generated before the current turn."""
     if trajectory.given:
         return trajectory.num_tokens
     in_turn = 0
@@ -227,7 +226,7 @@ class SimulatedEnvironments:
     def __init__(
         self, conversations: Conversations, *, limit: int | None, clock: VirtualClock
     ) -> None:
-        """Nobody is outside."""
+        """Start without conversations."""
         self.limit = limit
         self.conversations = conversations
         self._clock = clock
@@ -235,13 +234,13 @@ class SimulatedEnvironments:
 
     @property
     def next_reply(self) -> float | None:
-        """When the next reply comes; `None` if none does before it is waited for."""
+        """When the next reply is due; `None` if none is, or in lock step before it is awaited."""
         if self.conversations.turns.is_lock_step:
             return None
         return min((at for at, _ in self._outside.values()), default=None)
 
     def submit(self, trajectory: Trajectory) -> None:
-        """Take on a conversation; after its last turn it is complete at once."""
+        """Start a reply; after its last turn a conversation is complete at once."""
         is_last = trajectory.num_turns >= self.conversations.num_turns(trajectory)
         seconds = 0.0 if is_last else self.conversations.seconds_outside(trajectory)
         now = self._clock.seconds()
@@ -254,7 +253,7 @@ class SimulatedEnvironments:
         self._outside.pop(trajectory.key, None)
 
     def collect(self, *, wait: bool) -> Sequence[Trajectory]:
-        """Those whose time has come; in lock step all of them, once they are waited for."""
+        """Replies that are due; in lock step all of them, once they are awaited."""
         times = [at for at, _ in self._outside.values()]
         is_lock_step = self.conversations.turns.is_lock_step
         if is_lock_step and not wait:

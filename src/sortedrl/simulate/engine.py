@@ -20,7 +20,7 @@ from typing import Protocol, overload
 from sortedrl.core.clock import VirtualClock
 from sortedrl.core.randomness import uniform
 from sortedrl.simulate.costs import Costs
-from sortedrl.simulate.lengths import LengthSettings, Parting
+from sortedrl.simulate.lengths import Divergence, LengthSettings
 from sortedrl.types import FinishReason, Key, Prompt, Segment, Step, TrainBatch, Trajectory, Weights
 
 BRANCH = 1 << 32
@@ -57,33 +57,33 @@ class Zeros(Sequence[float]):
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A trajectory in a slot, with the step at which it came in and its tokens then."""
+    """A trajectory in a slot, with the step at which it started and its tokens then."""
 
     trajectory: Trajectory
     tolerance: float | None
     kept: tuple[Segment, ...]
     kept_tokens: int
     given: Sequence[int]
-    parting: Parting | None
+    divergence: Divergence | None
     length: int
     since: int
 
 
 class LengthSource(Protocol):
-    """Where the lengths of answers, or of the turns of conversations, come from."""
+    """The source of the lengths of answers, or of the turns of conversations."""
 
     @property
     def settings(self) -> LengthSettings:
-        """How likely cached tokens are to stand."""
+        """Settings, among them the rate at which cached tokens are rejected."""
 
     @property
     def max_tokens(self) -> int:
         """Tokens after which an answer is cut off."""
 
     def length(
-        self, trajectory: Trajectory, *, version: int, parting: Parting | None = None
+        self, trajectory: Trajectory, *, version: int, divergence: Divergence | None = None
     ) -> int:
-        """Tokens at which these weights stop writing."""
+        """Tokens at which these weights end the answer."""
 
 
 class SimulatedBatch:
@@ -127,16 +127,16 @@ class SimulatedBatch:
         while self._queue and len(self._running) < self.slots:
             trajectory, tolerance = self._queue.popleft()
             prefilled += self._to_prefill(trajectory)
-            parting = _parting(trajectory)
+            divergence = _divergence(trajectory)
             cached = trajectory.num_tokens
             begun, kept_tokens = trajectory, cached
             if tolerance is not None and math.isfinite(tolerance):
                 kept_tokens = self._verified(trajectory)
                 if kept_tokens < cached:
-                    parting = Parting(self.version, kept_tokens)
+                    divergence = Divergence(self.version, kept_tokens)
             if tolerance is not None:
                 begun = _cut(trajectory, kept_tokens, version=self.version)
-            length = self._lengths.length(begun, version=self.version, parting=parting)
+            length = self._lengths.length(begun, version=self.version, divergence=divergence)
             length = max(length, kept_tokens)
             self._running[trajectory.key] = _Running(
                 trajectory,
@@ -144,7 +144,7 @@ class SimulatedBatch:
                 begun.segments,
                 kept_tokens,
                 begun.given,
-                parting,
+                divergence,
                 length,
                 self._steps,
             )
@@ -154,7 +154,7 @@ class SimulatedBatch:
         return prefilled
 
     def _to_prefill(self, trajectory: Trajectory) -> int:
-        """All tokens, or the reply alone where the cache of the turn before it is still there."""
+        """All tokens, or only the reply if the previous turn is still in the cache."""
         if self._held.pop(trajectory.key, None) == self.version:
             return len(trajectory.given)
         return len(trajectory.prompt.tokens) + trajectory.num_given + trajectory.num_tokens
@@ -169,7 +169,7 @@ class SimulatedBatch:
         )
 
     def decode(self, count: int) -> list[Trajectory]:
-        """Make that many steps, at most to the next finish; returns what is then complete."""
+        """Run that many steps, at most to the next finish; returns the answers complete then."""
         self._steps += count
         self._cached += len(self._running) * count
         finished = []
@@ -239,7 +239,7 @@ class SimulatedBatch:
         """The kept segments and the tokens written since; merged if they are contiguous."""
         if not decoded:
             return running.kept
-        branch = 0 if running.parting is None else running.parting.version
+        branch = 0 if running.divergence is None else running.divergence.version
         start = branch * BRANCH + running.kept_tokens
         stop, kept, given = start + decoded, running.kept, running.given
         goes_on = bool(kept) and not given and kept[-1].version == self.version
@@ -248,7 +248,7 @@ class SimulatedBatch:
         return (*kept, Segment(range(start, stop), Zeros(stop - start), self.version, given))
 
 
-def _parting(trajectory: Trajectory) -> Parting | None:
+def _divergence(trajectory: Trajectory) -> Divergence | None:
     """Where the answer last diverged from cached tokens, read from its own tokens."""
     if not trajectory.segments:
         return None
@@ -258,11 +258,11 @@ def _parting(trajectory: Trajectory) -> Parting | None:
         if segment.tokens[0] // BRANCH == branch:
             break
         start += len(segment.tokens)
-    return Parting(branch, start) if branch else None
+    return Divergence(branch, start) if branch else None
 
 
 def _cut(trajectory: Trajectory, tokens: int, *, version: int) -> Trajectory:
-    """The trajectory with its first tokens, stamped anew, and the replies up to there."""
+    """The first tokens of the trajectory, stamped anew, with the replies up to there."""
     kept: list[Segment] = []
     for segment in trajectory.segments:
         count = min(tokens, len(segment.tokens))
@@ -291,7 +291,7 @@ class SimulatedEngine:
     ) -> None:
         """An empty engine with the weights of version 0.
 
-        A step ends with the next complete answer, or at the time that `until` names, if sooner.
+        A step ends with the next complete answer, or at the time returned by `until`, if sooner.
         """
         self._until = until
         self.slots = slots
@@ -327,7 +327,7 @@ class SimulatedEngine:
         )
 
     def _steps_until(self, count: int, now: float) -> int:
-        """The fewest steps that reach the time to stop at; `count` at most, 1 at least."""
+        """The smallest number of steps that reaches the stop time, within 1..`count`."""
         until = self._until()
         if until is None or count <= 1:
             return count

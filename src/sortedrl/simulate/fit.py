@@ -1,7 +1,7 @@
 """Fit the cost constants to the events of a real run, to simulate the user's own machine.
 
 Between two events the set of running answers is constant: the engine makes `k` steps with `r`
-running and `c` cached tokens at first, which take
+running and initially `c` cached tokens, which take
 
     k * step + k*r * sequence + (k*c + r*k*(k-1)/2) * cached_token + prefilled * prefill_token
 
@@ -42,7 +42,9 @@ class Fit:
 def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
     """Fit the constants; `name` is the name of the log in errors."""
     known = list(events)
-    watch = _Watch(_kept(known), has_landings=any(isinstance(event, Landed) for event in known))
+    watch = _EquationBuilder(
+        _kept(known), has_landings=any(isinstance(event, Landed) for event in known)
+    )
     for event in known:
         watch(event)
     if len(watch.rows) < 8 or not watch.updates:
@@ -76,7 +78,7 @@ def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
     )
 
 
-class _Watch:
+class _EquationBuilder:
     """Turns events into equations."""
 
     def __init__(self, kept: Iterator[int], *, has_landings: bool) -> None:

@@ -1,4 +1,4 @@
-"""Lengths of answers: drawn from a distribution, read from a file, or estimated from a run.
+"""Answer lengths: sampled from a distribution, read from a file, or estimated from a run.
 
 The length of an answer is a quantile of the distribution at a normal number `z`. A share of the
 variance of `z` belongs to the prompt, so siblings and redraws of one prompt have similar lengths;
@@ -6,16 +6,17 @@ the rest belongs to the answer's noise stream, keyed by its seed and attempt. Ob
 from a CSV or JSONL file, or from the events of a run.
 
 `written_lengths` estimates lengths of uninterrupted answers from a run with interruptions
-(Kaplan-Meier). A stretch is what a run shows of one answer's length: it was already longer than
+(Kaplan-Meier). An observation of one answer's length: it was already longer than
 `entry` tokens when first seen, and it ended at `exit` tokens or was last seen there unfinished.
 The share of answers longer than `t` is a product over the lengths at which answers ended,
 
     S(t) = product over ends e <= t of (1 - ended at e / seen at e)
 
-where a stretch is seen at every length above its entry up to its exit. So an interrupted answer
-counts as far as it was seen: neither dropped (which favours short answers) nor taken as complete.
-A prompt with long answers is redrawn more often than others, and its redraws are long too. So ends
-are counted among first draws as long as enough of these are seen, and among all draws beyond.
+where an observation is at risk at every length above its entry up to its exit. So an interrupted
+answer counts as far as it was seen: neither dropped (which favours short answers) nor taken as
+complete. A prompt with long answers is redrawn more often than others, and its redraws are long
+too, so ends are counted among first draws while enough of these are at risk, and among all draws
+beyond.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from sortedrl.types import Key, Trajectory
 _FIELDS = ("length", "tokens", "response_length")
 _MOST_TOKENS = 10**9
 _SHOWN_LETTERS = 80
-_TEXT = "utf-8-sig"  # with or without the mark that spreadsheets put before UTF-8
+_TEXT = "utf-8-sig"  # with or without the byte order mark of spreadsheets
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -117,13 +118,13 @@ def _from_events(path: Path) -> list[int]:
 
 
 def event_log(path: Path) -> Path:
-    """The log of events that a path stands for: of the folder of a run, the one in it."""
+    """The event log of a path; for a run folder, the log in it."""
     log = path / "events.jsonl"
     return log if log.is_file() else path
 
 
 def is_event_log(path: Path) -> bool:
-    """Whether this is the log of a run of ours, or the folder of a run."""
+    """Whether this is an event log of ours, or a run folder."""
     log = event_log(path)
     if log.suffix != ".jsonl" or log.is_dir():
         return False
@@ -232,7 +233,7 @@ class LengthSettings:
         )
 
 
-class Parting(NamedTuple):
+class Divergence(NamedTuple):
     """Where an answer last diverged from its cached tokens: the version, and the tokens kept."""
 
     version: int
@@ -262,19 +263,19 @@ class Lengths:
         self._answer_weight = math.sqrt(1 - settings.prompt_share)
 
     def length(
-        self, trajectory: Trajectory, *, version: int, parting: Parting | None = None
+        self, trajectory: Trajectory, *, version: int, divergence: Divergence | None = None
     ) -> int:
         """Tokens of the answer if these weights write it to the end."""
-        if parting is None:
+        if divergence is None:
             return self._first_length(trajectory, version)
         if self.settings.after_mismatch == "same":
-            return max(parting.kept + 1, self._first_length(trajectory, version))
+            return max(divergence.kept + 1, self._first_length(trajectory, version))
         for number in range(_FRESH_TRIES):
-            key = mix(trajectory.attempt, parting.version, number + 1)
+            key = mix(trajectory.attempt, divergence.version, number + 1)
             drawn = self._drawn(trajectory, version, key)
-            if drawn > parting.kept:
+            if drawn > divergence.kept:
                 return drawn
-        return parting.kept + 1
+        return divergence.kept + 1
 
     def _first_length(self, trajectory: Trajectory, version: int) -> int:
         if self.settings.replay and trajectory.attempt == 0:
@@ -342,23 +343,23 @@ class _Mixture:
 _ENOUGH = 20
 
 
-class Stretch(NamedTuple):
-    """What a run shows of one draw of an answer, in tokens."""
+class LengthObservation(NamedTuple):
+    """What a run shows of one sample of an answer, in tokens."""
 
     entry: int
     exit: int
     is_finished: bool
     is_first: bool = True
-    """Whether it is the first draw of its trajectory, not one after a draw thrown away."""
+    """Whether it is the first sample of its trajectory, not a resampled one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
-    """A distribution of lengths, as the steps of its survival curve."""
+    """A distribution of lengths, as a stepwise survival curve."""
 
     survival: tuple[tuple[int, float], ...]
-    """Lengths at which answers end, rising, each with the share of answers longer than it.
-    The last share is 0."""
+    """Lengths at which answers end, ascending, each with the share of longer answers. The last
+    share is 0."""
 
     @property
     def mean(self) -> float:
@@ -376,7 +377,7 @@ class Survival:
 
     def quantile(self, share: float) -> int:
         """The shortest length that at least this share of the answers, 0 to 1, does not exceed."""
-        # A step that rounding puts a hair above the share must still be met by it.
+        # Allow for rounding that puts a step just above the share.
         place = bisect_right(self.survival, share - 1e-12, key=lambda step: 1 - step[1])
         return self.survival[min(place, len(self.survival) - 1)][0]
 
@@ -385,14 +386,14 @@ class Survival:
         return tuple(self.quantile((place + 0.5) / count) for place in range(count))
 
 
-def stretches(events: Iterable[Event]) -> Iterator[Stretch]:
-    """One stretch for each draw of an answer: its last exit, and whether it was complete then.
+def length_observations(events: Iterable[Event]) -> Iterator[LengthObservation]:
+    """One observation for each sample of an answer: its last exit, and whether it was complete.
 
-    An answer that is resumed, or verified again after it was complete, is still one draw;
-    only one that is drawn again from new noise is another.
+    An answer that is resumed, or verified again after it was complete, is still one sample; only
+    resampling with new noise starts another.
     """
     attempts: dict[Key, int] = {}
-    last: dict[Key, Stretch] = {}
+    last: dict[Key, LengthObservation] = {}
     for event in events:
         if isinstance(event, Start):
             key = (event.prompt, event.sample)
@@ -402,7 +403,7 @@ def stretches(events: Iterable[Event]) -> Iterator[Stretch]:
         elif isinstance(event, Finish | Interrupt):
             key = (event.prompt, event.sample)
             is_finished, is_first = isinstance(event, Finish), attempts[key] == 0
-            last[key] = Stretch(0, event.tokens, is_finished, is_first)
+            last[key] = LengthObservation(0, event.tokens, is_finished, is_first)
         elif isinstance(event, Update):
             for trained in event.trained:
                 key = (trained.prompt, trained.sample)
@@ -411,16 +412,16 @@ def stretches(events: Iterable[Event]) -> Iterator[Stretch]:
     yield from last.values()
 
 
-def written_lengths(stretches: Iterable[Stretch]) -> Survival:
-    """The distribution of complete lengths; the tail that never ended ends at the longest exit.
+def written_lengths(observations: Iterable[LengthObservation]) -> Survival:
+    """The distribution of complete lengths; unfinished tails end at the longest exit.
 
-    Stretches without tokens are ignored. Raises `ValueError` if no stretch is left.
+    Observations without tokens are ignored. Raises `ValueError` if none is left.
     """
-    seen = [stretch for stretch in stretches if stretch.exit > stretch.entry]
+    seen = [one for one in observations if one.exit > one.entry]
     if not seen:
-        raise ValueError("lengths are estimated from at least one stretch of tokens, got none")
-    first = _Watched(stretch for stretch in seen if stretch.is_first)
-    every = _Watched(seen)
+        raise ValueError("lengths are estimated from at least one observation, got none")
+    first = _RiskSet(one for one in seen if one.is_first)
+    every = _RiskSet(seen)
     steps: list[tuple[int, float]] = []
     share = 1.0
     for length in sorted(every.moves):
@@ -433,27 +434,27 @@ def written_lengths(stretches: Iterable[Stretch]) -> Survival:
         first.pass_by(length)
         every.pass_by(length)
     if share > 0:
-        last = max(stretch.exit for stretch in seen)
+        last = max(one.exit for one in seen)
         steps = [*(step for step in steps if step[0] < last), (last, 0.0)]
     return Survival(survival=tuple(steps))
 
 
-class _Watched:
-    """Counts, in order of length, of the stretches that are seen and that end."""
+class _RiskSet:
+    """Counts, in order of length, the observations at risk and those that end."""
 
-    def __init__(self, stretches: Iterable[Stretch]) -> None:
+    def __init__(self, observations: Iterable[LengthObservation]) -> None:
         self.moves: Counter[int] = Counter()
         self._ends: Counter[int] = Counter()
-        for stretch in stretches:
-            self.moves[stretch.entry] += 1
-            self.moves[stretch.exit] -= 1
-            self._ends[stretch.exit] += stretch.is_finished
+        for one in observations:
+            self.moves[one.entry] += 1
+            self.moves[one.exit] -= 1
+            self._ends[one.exit] += one.is_finished
         self.seen = 0
 
     def ending(self, length: int) -> float:
-        """Share of those seen that end here."""
+        """Share of those at risk that end here."""
         return self._ends[length] / self.seen if self.seen else 0.0
 
     def pass_by(self, length: int) -> None:
-        """Add the stretches that enter at this length, and remove those that leave."""
+        """Add the observations that enter at this length, and remove those that leave."""
         self.seen += self.moves[length]

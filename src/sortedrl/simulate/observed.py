@@ -1,27 +1,26 @@
-"""Lengths of answers from other trainers: read from their logs, or recorded by `measure`.
+"""Answer lengths from other trainers: read from their logs, or recorded by `measure`.
 
-what                                   file                       what is read of a line
+what                                   file                       fields read
 `sortedrl.measure`                     .jsonl                     tokens, step, prompt
 verl, `rollout_data_dir`               folder of STEP.jsonl       output, step, input
 TRL, `log_completions`                 folder of .parquet         completion, step, prompt
 verifiers and prime-rl, results        .jsonl                     token_usage, or completion
 anything else                          .jsonl, .parquet           length, tokens or response_length
 
-Where a log has text and no number of tokens, a token is taken to be four characters: the shape of
-the distribution is what decides, not its scale. A pickle is never opened.
+If a log has text but no token counts, a token is taken as four characters: the shape of the
+distribution matters, not its scale. Pickle files are never opened.
 
 `measure` is a reward function that records lengths and changes nothing:
 
     trainer = GRPOTrainer(..., reward_funcs=[mine, sortedrl.measure("lengths.jsonl")])
 
-who calls it      how                                                      what it gives
+caller            how                                                      returns
 TRL               reward_funcs=[mine, measure(path)]                       None for each answer
-verl              reward.custom_reward_function, around yours              what yours gives
-slime             --custom-rm-path, around yours                           what yours gives
-OpenRLHF          --remote_rm_url FILE, around yours                       what yours gives
+verl              reward.custom_reward_function, around yours              the reward's result
+slime             --custom-rm-path, around yours                           the reward's result
+OpenRLHF          --remote_rm_url FILE, around yours                       the reward's result
 
-Then `sortedrl compare lengths.jsonl` says how idle the slots were and what each schedule would
-bring.
+Then `sortedrl compare lengths.jsonl` shows how idle the slots were and the gain of each schedule.
 """
 
 from __future__ import annotations
@@ -54,23 +53,23 @@ _MOST_LENGTHS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The answers of a run: their lengths, and how they were drawn."""
+    """The answers of a run: their lengths, and how they were sampled."""
 
     lengths: tuple[int, ...]
-    """Of some of the answers, evenly picked, if there are many."""
+    """A sample of the lengths, evenly picked, if there are many."""
     answers_per_step: int
-    """Answers that were waited for together."""
+    """Answers of one synchronous step."""
     samples_per_prompt: int
     prompt_share: float
     """Share of the variance of the lengths that belongs to the prompt."""
     busy: float
-    """Share of the time, in steps of the engine, that the slots of a step were in use."""
+    """Slot occupancy during generation, over engine steps."""
     is_estimated: bool
     """Whether tokens were estimated from text."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _LoggedAnswer:
     """One answer of a log."""
 
     tokens: int
@@ -80,11 +79,11 @@ class _Seen:
 
 
 def read_observed(path: Path) -> Observed:
-    """What a log of answers shows; a folder is read with all its files."""
+    """Read a log of answers; of a folder, all files."""
     seen = [answer for file in _files(path) for answer in _answers_of_log(file)]
     if not seen:
-        raise DataError(path, "holds no answer; give a log of at least one step")
-    steps: dict[object, list[_Seen]] = defaultdict(list)
+        raise DataError(path, "has no answers; give a log of at least one step")
+    steps: dict[object, list[_LoggedAnswer]] = defaultdict(list)
     for answer in seen:
         steps[answer.step].append(answer)
     sizes = Counter(len(answers) for answers in steps.values())
@@ -101,13 +100,13 @@ def read_observed(path: Path) -> Observed:
 
 
 def is_log(path: Path) -> bool:
-    """Whether a path may be a log of answers: a file of a known kind, or a folder."""
+    """Whether a path may be a log of answers: a folder, or a file with a known suffix."""
     is_folder = path.is_dir() and path.suffix != ".toml"
     return path.suffix in (*SUFFIXES, *_PICKLES) or is_folder
 
 
 def observed_line(observed: Observed, *, name: str) -> str:
-    """What a log shows, in one line."""
+    """Summary of a log, in one line."""
     idle = f"{100 * (1 - observed.busy):.0f} %"
     estimated = " (tokens are estimated from the text)" if observed.is_estimated else ""
     return (
@@ -120,14 +119,14 @@ def observed_line(observed: Observed, *, name: str) -> str:
 def _files(path: Path) -> list[Path]:
     if path.suffix in _PICKLES:
         raise ConfigError(
-            f"{path} is a pickle, which could run anything when it is opened, and is never read; "
+            f"{path} is a pickle, which can run arbitrary code when loaded and is never read; "
             "record lengths with sortedrl.measure instead"
         )
     if not path.is_dir():
         return [path]
     files = sorted((p for p in path.rglob("*") if p.suffix in SUFFIXES), key=_number)
     if not files:
-        raise DataError(path, f"holds no log of answers ({', '.join(SUFFIXES)}); check the path")
+        raise DataError(path, f"has no log of answers ({', '.join(SUFFIXES)}); check the path")
     return files
 
 
@@ -136,12 +135,12 @@ def _number(path: Path) -> tuple[int, str]:
     return int(digits or 0), str(path)
 
 
-def _answers_of_log(path: Path) -> Iterator[_Seen]:
+def _answers_of_log(path: Path) -> Iterator[_LoggedAnswer]:
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     for number, row in rows:
         tokens, is_estimated = _tokens_of_row(row, path, number)
         if tokens:
-            yield _Seen(
+            yield _LoggedAnswer(
                 tokens,
                 next((row[name] for name in _STEPS if name in row), str(path)),
                 str(next((row[name] for name in _PROMPTS if name in row), number)),
@@ -207,7 +206,7 @@ def _tokens_of_row(row: Mapping[str, Any], path: Path, number: int) -> tuple[int
 
 
 def _written(completion: object) -> Iterator[str]:
-    """What the model wrote: text, or the messages of the assistant."""
+    """The text of the model: a string, or the assistant's messages."""
     if isinstance(completion, str):
         yield completion
     elif isinstance(completion, Sequence):
@@ -216,8 +215,8 @@ def _written(completion: object) -> Iterator[str]:
                 yield from _written(message.get("content") or "")
 
 
-def _samples(steps: Iterable[Sequence[_Seen]]) -> int:
-    """Answers to a prompt within a step: the usual number."""
+def _samples(steps: Iterable[Sequence[_LoggedAnswer]]) -> int:
+    """Answers per prompt within a step: the most common number."""
     counts = Counter(
         count
         for answers in steps
@@ -226,8 +225,8 @@ def _samples(steps: Iterable[Sequence[_Seen]]) -> int:
     return max(counts, key=lambda count: (counts[count], count))
 
 
-def _prompt_share(steps: Iterable[Sequence[_Seen]]) -> float:
-    """The share of the variance of log lengths that siblings have in common."""
+def _prompt_share(steps: Iterable[Sequence[_LoggedAnswer]]) -> float:
+    """The share of the variance of log lengths that belongs to the prompt."""
     groups: dict[tuple[object, str], list[float]] = defaultdict(list)
     for answers in steps:
         for answer in answers:
@@ -237,13 +236,13 @@ def _prompt_share(steps: Iterable[Sequence[_Seen]]) -> float:
         return 0.0
     everything = [value for group in several for value in group]
     total = pvariance(everything)
-    # A variance over few siblings is too small by the share of their own mean.
+    # The variance of a few siblings is too small by the share of their own mean.
     within = fmean(pvariance(group) * len(group) / (len(group) - 1) for group in several)
     return 0.0 if total == 0 else min(1.0, max(0.0, 1 - within / total))
 
 
 def _busy(steps: Sequence[Sequence[int]]) -> float:
-    """Slots in use while the longest answer of each step was waited for."""
+    """Slot occupancy if every step waits for its longest answer."""
     waited = sum(len(lengths) * max(lengths) for lengths in steps)
     return sum(sum(lengths) for lengths in steps) / waited
 
@@ -254,15 +253,15 @@ _PAUSE_SECONDS = 1.0
 
 
 def measure(path: str | Path, reward: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A reward function that notes lengths in `path`; around `reward`, where one is given.
+    """A reward function that records lengths in `path`, wrapping `reward` if one is given.
 
-    Without one it gives `None` for every answer, which trainers that take several rewards leave
-    out of the sum. Every process may write to the same file.
+    Without `reward` it returns `None` for every answer, which trainers with several rewards leave
+    out of the sum. Several processes may write to the same file.
     """
     target = Path(path)
     if target.suffix != ".jsonl":
         raise ConfigError(f"lengths are kept as JSON lines, so path must end in .jsonl, got {path}")
-    notes = _Notes(target)
+    notes = _LengthLog(target)
 
     if reward is not None and inspect.iscoroutinefunction(reward):
 
@@ -272,7 +271,7 @@ def measure(path: str | Path, reward: Callable[..., Any] | None = None) -> Calla
 
         return measured_later
 
-    # The arguments are those of another framework, and go on to the user's function as they are.
+    # The arguments are those of another framework, passed on unchanged to the user's function.
     def sortedrl_measure(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
         count = notes.take(arguments, named)
         if reward is not None:
@@ -282,8 +281,8 @@ def measure(path: str | Path, reward: Callable[..., Any] | None = None) -> Calla
     return sortedrl_measure
 
 
-class _Notes:
-    """Writes lengths down; calls that follow each other closely belong to one step."""
+class _LengthLog:
+    """Writes lengths; calls in quick succession belong to one step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -292,7 +291,7 @@ class _Notes:
         self._last: float | None = None
 
     def take(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> int:
-        """Note the answers of a call; gives how many there were."""
+        """Record the answers of a call; returns their number."""
         answers = list(_answers_of_call(arguments, named))
         prompts = _prompts(arguments, named, len(answers))
         now = time.time()
@@ -315,7 +314,7 @@ class _Notes:
 
 
 def _answers_of_call(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterable[int]:
-    """The tokens of each answer that a call is about."""
+    """The token counts of the answers of a call."""
     for name in _LISTS:
         if name in named:
             return [_num_tokens(answer) for answer in named[name]]
@@ -341,7 +340,7 @@ def _slime_samples(argument: object) -> list[Any]:
 
 
 def _num_tokens(answer: object) -> int:
-    """Token ids are counted; of text, four letters are a token."""
+    """Count token ids; four characters of text are a token."""
     if isinstance(answer, str):
         return -(-len(answer) // _LETTERS_PER_TOKEN)
     if not isinstance(answer, Sequence):
@@ -352,7 +351,7 @@ def _num_tokens(answer: object) -> int:
 
 
 def _prompts(arguments: Sequence[Any], named: Mapping[str, Any], count: int) -> list[str]:
-    """What tells the prompts apart, so that siblings are known; their text is not kept."""
+    """Keys that identify prompts, so that siblings are known; their text is not stored."""
     samples = [sample for argument in arguments for sample in _slime_samples(argument)]
     if samples:
         return [_key(s.prompt if s.group_index is None else s.group_index) for s in samples]
@@ -361,13 +360,13 @@ def _prompts(arguments: Sequence[Any], named: Mapping[str, Any], count: int) -> 
         return [_key(prompt) for prompt in given]
     one = named.get("extra_info") or named.get("ground_truth") or named.get("prompt")
     if isinstance(one, Mapping) and "index" in one:
-        # verl adds what differs between siblings to the rest.
+        # verl adds fields that differ between siblings.
         one = one["index"]
     return [_key(one) if one is not None else str(place) for place in range(count)]
 
 
 def _without_prompts(arguments: Sequence[Any]) -> Iterable[object]:
-    """OpenRLHF's answers: its queries are prompt and answer in one text, the prompts follow."""
+    """OpenRLHF's answers: its queries are prompt and answer as one text, then come the prompts."""
     queries, *rest = arguments
     if not rest or not _is_list(rest[0]) or len(rest[0]) != len(queries):
         return list(queries)

@@ -1,14 +1,14 @@
 """A pool of simulated engines on one virtual clock, with different speeds, failures and a network.
 
-It places work as the real pool does: on the engine that had the prompt since the last weight sync,
-otherwise on the least loaded one. The work of a failed engine goes to the others, and the engine
-comes back with the current weights. Nothing is redrawn: the weights are the same, so every mode may
-keep what was written. Every submitted trajectory is returned exactly once.
+It places work like the real pool: on the engine that has had the prompt since the last weight sync,
+otherwise on the least loaded one. Work of a failed engine goes to the others, and the engine comes
+back with the current weights. Nothing is resampled: the weights are the same, so every mode keeps
+the tokens. Every submitted trajectory is returned exactly once.
 
-All costs are those of one engine. So a step of an engine depends on its own sequences and cached
-tokens, and a hardware preset of eight cards makes every engine a machine of eight cards. An engine
-is updated only at its own events: in between, its time is `start` plus the seconds of its prefill
-and of the steps since, so it costs nothing while others work.
+All costs are per engine: a step depends on the engine's own sequences and cached tokens, and a
+hardware preset of eight cards makes every engine a machine of eight cards. An engine is updated
+only at its own events: in between, its time is `start` plus the seconds of its prefill and of the
+steps since, so it costs nothing while others work.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class SimulatedReplica:
     """One engine of the pool: a batch with its own speed."""
 
     def __init__(
-        self, batch: SimulatedBatch, *, number: int, slowness: float, prefill_token_seconds: float
+        self, batch: SimulatedBatch, *, number: int, slowdown: float, prefill_token_seconds: float
     ) -> None:
-        """Alive and empty; everything takes `slowness` times as long."""
+        """Alive and empty; everything takes `slowdown` times as long."""
         self.batch = batch
         self.number = number
         self.is_alive = True
@@ -47,7 +47,7 @@ class SimulatedReplica:
         """Tokens since `take_tokens` was last called."""
         self.turn = 0
         """Number of its current plan; scheduled events of earlier plans are ignored."""
-        self._slowness = slowness
+        self._slowdown = slowdown
         self._prefill_token_seconds = prefill_token_seconds
         self._start = 0.0
         self._prefill_seconds = 0.0
@@ -120,7 +120,7 @@ class SimulatedReplica:
 
     def _time_after(self, steps: int) -> float:
         seconds = self._prefill_seconds + self.batch.decode_seconds(steps)
-        return self._start + seconds * self._slowness
+        return self._start + seconds * self._slowdown
 
     def _decode(self, steps: int) -> list[Trajectory]:
         self._start = self._time_after(steps)
@@ -206,15 +206,15 @@ class SimulatedPool:
         self._costs = costs
         self._clock = clock
         self._seed = seed
-        pairs = zip(settings.shares(slots), settings.slownesses(seed), strict=True)
+        pairs = zip(settings.shares(slots), settings.slowdowns(seed), strict=True)
         self._replicas = [
             SimulatedReplica(
                 SimulatedBatch(slots=share, lengths=lengths, costs=costs),
                 number=number,
-                slowness=slowness,
+                slowdown=slowdown,
                 prefill_token_seconds=costs.prefill_token_seconds,
             )
-            for number, (share, slowness) in enumerate(pairs)
+            for number, (share, slowdown) in enumerate(pairs)
         ]
         self._placement = _Placement(self._replicas)
         self._queue: deque[Work] = deque()

@@ -1,7 +1,7 @@
-"""The settings of a simulated run, and named presets that flags and files change.
+"""The settings of a simulated run, and named presets to start from.
 
-Schedule and engine settings are those of a real run. A pool is several engines: their speeds,
-failures and weight sync; by default it is one engine that never fails and needs no network.
+Schedule and engine settings are the real ones. A pool is several engines with speeds, failures and
+weight sync; by default there is one engine that never fails and needs no network.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class PoolSettings:
     restart_seconds: NonNegativeFloat = 120.0
     """Seconds until a failed engine is back with the current weights."""
     failures_lose_tokens: bool = False
-    """Whether the tokens that a failed engine wrote are lost; otherwise they were streamed, and
-    other engines continue from them."""
+    """Whether the tokens of a failed engine are lost; otherwise they were streamed, and other
+    engines continue from them."""
     broadcast: Broadcast = "tree"
     """How new weights are broadcast.
-    tree: each engine that has them sends them on; log2(engines) transfers in sequence.
+    tree: engines that have them forward them; log2(engines) transfers in sequence.
     at_once: all engines receive them in parallel, in the time of one transfer.
     one_by_one: the trainer sends them to one engine after another."""
     weights_gigabytes: NonNegativeFloat = 0.0
@@ -92,10 +92,10 @@ class PoolSettings:
         each, more = divmod(slots, self.engines)
         return [each + (number < more) for number in range(self.engines)]
 
-    def slownesses(self, seed: int) -> list[float]:
+    def slowdowns(self, seed: int) -> list[float]:
         """How many times as long as the preset each engine takes.
 
-        >>> sorted(PoolSettings(engines=50, slow_share=0.04).slownesses(0))[-3:]
+        >>> sorted(PoolSettings(engines=50, slow_share=0.04).slowdowns(0))[-3:]
         [1.0, 2.0, 2.0]
         """
         numbers = range(self.engines)
@@ -134,7 +134,7 @@ class Simulation:
     """A simulated run."""
 
     groups: PositiveInt = 10
-    """How many groups of prompts the run has."""
+    """Number of prompt groups in the run."""
     prompts: PositiveInt | None = None
     """Prompts of the whole run, instead of `groups`; the last group may be smaller."""
     seed: int = 0
@@ -167,10 +167,10 @@ class Simulation:
 
     @property
     def max_open(self) -> int | None:
-        """Conversations begun at a time; by default as many as keep the slots full.
+        """Maximum number of concurrent conversations; by default enough to keep the slots full.
 
-        A conversation writes for a part of its time only, so there must be more of them than
-        slots, by (writing + outside) / writing; twice that leaves room for long tool calls.
+        A conversation generates only part of the time, so there must be more of them than slots, by
+        (writing + outside) / writing; twice that leaves room for long tool calls.
         """
         conversations = self.conversations
         if conversations.max_open is not None or conversations.is_lock_step:
@@ -255,8 +255,8 @@ def trl_grpo() -> Simulation:
 def verl_colocate_async() -> Simulation:
     """Verl with colocated engines: 256 prompts with 8 answers a step, trained in mini-batches.
 
-    The engines write a whole step of up to 8,192 tokens, then the trainer goes through it in four
-    random mini-batches (strategy minibatch), with a 32B model on eight H100.
+    The engines generate a whole step of up to 8,192 tokens, then the trainer goes through it in
+    four random mini-batches (strategy minibatch), with a 32B model on eight H100.
     """
     return Simulation(
         groups=4,
@@ -275,9 +275,9 @@ def verl_colocate_async() -> Simulation:
 
 
 def slime_partial() -> Simulation:
-    """Slime with partial rollouts: more answers are begun than needed, the rest continue later.
+    """Slime with partial rollouts: more answers are started than needed, the rest continue later.
 
-    128 prompts with 8 answers a step, 1.5 times as many begun, stopped when the step is complete
+    128 prompts with 8 answers a step, 1.5 times as many started, stopped when the step is complete
     and continued under the new weights (strategy april, mode partial), 32B on eight H100.
     """
     return Simulation(
@@ -298,7 +298,7 @@ def slime_partial() -> Simulation:
 
 
 def agents() -> Simulation:
-    """Agents with tools: some 7 turns of 180 tokens, 2 s for a tool; an 8B model on eight H100."""
+    """Agents with tools: about 7 turns of 180 tokens, tools of 2 s; an 8B model on eight H100."""
     return Simulation(
         groups=4,
         schedule=Schedule(group_prompts=256, update_batch=64),
@@ -322,7 +322,7 @@ PRESETS = {
 
 
 def simulation_from(source: str) -> Simulation:
-    """The settings that a preset, a TOML file, or a log of lengths stands for."""
+    """The settings of a preset, a TOML file, or a log of lengths."""
     if source in PRESETS:
         return PRESETS[source]()
     path = Path(source)
@@ -341,7 +341,7 @@ def simulation_from(source: str) -> Simulation:
 
 
 def simulation_to_toml(simulation: Simulation) -> str:
-    """The settings as a TOML file that `simulation_from` reads back as the same settings."""
+    """Write the settings as TOML; `simulation_from` reads them back unchanged."""
     default = asdict(PRESETS["paper"]())
     return toml_text({"preset": "paper", **changed_values(asdict(simulation), default)})
 
@@ -351,15 +351,15 @@ _OBSERVED_GROUPS = 4
 
 
 def observed_simulation(path: Path) -> Simulation:
-    """What a log of answers says: their lengths, how many were written at once, and siblings.
+    """Settings from a log of answers: lengths, concurrency and siblings.
 
-    An update has the answers of a step of the log, and a group four such steps. The costs are
-    those of the preset `paper`: speeds compare, seconds do not.
+    An update has the answers of one step of the log, and a group four such steps. Costs are those
+    of the preset `paper`: speeds compare, seconds do not.
     """
     if is_event_log(path):
         raise DataError(
             path,
-            "is a run of ours, which says more than lengths; write its settings to a file first: "
+            "is a SortedRL run, which has more than lengths; write its settings to a file first: "
             f"sortedrl fit {quote(str(path))} > mine.toml",
         )
     found = read_observed(path)

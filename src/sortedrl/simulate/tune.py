@@ -1,8 +1,8 @@
 """Find the best settings for given lengths and hardware by simulation.
 
 Candidates differ in update batch, group size, lookahead and mode; all run the same prompts.
-The best is the least stale among those within one per cent of the fastest, where fast means
-trained tokens per second of the whole run, updates and weight syncs included.
+The best is the least stale of those within one per cent of the fastest; speed is trained tokens per
+second of the whole run, updates and weight syncs included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Search:
     """Update batches to try; default: a quarter, half and all of the current one, so that the
     number of updates never decreases."""
     on_policy_only: bool = False
-    """Only settings that train on tokens of the current weights."""
+    """Only settings that never train on stale tokens."""
     max_length_bias: float | None = None
     """Largest allowed distance of the length bias from 1: 0.05 allows 0.95 to 1.05."""
 

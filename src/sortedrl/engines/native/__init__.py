@@ -7,7 +7,7 @@ kv_cache           the blocks of the KV cache, and its size
 hf_model           the Hugging Face module, unmodified
 cpu_runner         rows -> tokens, on the CPU
 cuda_runner        rows -> tokens, on a GPU
-matmul             matrix products with the same bits in any batch
+matmul             batch-invariant matrix products
 attention_kernels  Triton: write keys and values, attend to them
 sampler            logits and keyed noise -> tokens
 sampler_kernels    Triton: the same in one pass over the logits

@@ -1,10 +1,10 @@
 """Triton kernels for the KV cache: write keys and values, and attend to them.
 
-The invariant: a row's result is bitwise the same whatever else is in the launch. How many rows
-there are, whether a row comes alone (decode) or in a tile with its neighbours (prefill) and how
-many splits the launch has change nothing, because a row always meets the same arithmetic in the
-same order: one tile shape, keys in blocks of `BLOCK_KEYS` counted from position 0, splits of
-`SPLIT_TOKENS` counted from position 0 and merged in order, masked keys that add exactly 0.
+Batch invariance: a row's result is bitwise independent of the rest of the launch. The number of
+rows, whether a row comes alone (decode) or in a tile with neighbours (prefill), and the number of
+splits change nothing, because a row always gets the same arithmetic in the same order: one tile
+shape, keys in blocks of `BLOCK_KEYS` counted from position 0, splits of `SPLIT_TOKENS` counted from
+position 0 and merged in order, masked keys that add exactly 0.
 
 Token place of a position: `block_tables[slot, position // block_tokens] * block_tokens
 + position % block_tokens`.
@@ -34,7 +34,7 @@ _kernel: Callable[[Callable[..., Any]], Any] = triton.jit
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRows:
-    """Which token each row is, and which rows go through attention together.
+    """The token of each row, and the rows that share an attention tile.
 
     A tile is `tile_counts_R[t]` rows from `tile_starts_R[t]` on: one slot, consecutive
     positions, at most `tokens_per_tile` of them; a count of 0 is no tile.
@@ -217,7 +217,7 @@ def _attend(
         is_seen = _is_seen(keys_N[None, :], positions_M[:, None], WINDOW)
         scores = tl.where(is_seen, scores, float("-inf"))
         new_largest_M = tl.maximum(largest_M, tl.max(scores, 1))
-        # A row that has seen no key yet: -inf - -inf would be NaN.
+        # For a row without keys so far, -inf - -inf would be NaN.
         origin_M = tl.where(new_largest_M == float("-inf"), 0.0, new_largest_M)
         decay_M = tl.exp2(largest_M - origin_M)
         probabilities = tl.exp2(scores - origin_M[:, None])
@@ -228,11 +228,11 @@ def _attend(
         largest_M = new_largest_M
 
     sums_M = tl.where(sums_M > 0.0, sums_M, 1.0)
-    # Adding 0 makes every zero positive: the sign would tell of masked blocks.
+    # Adding 0 makes every zero positive: its sign would depend on masked blocks.
     result = result / sums_M[:, None] + 0.0
     num_heads = tl.num_programs(1) * G
     outputs_M = rows_M * num_heads + heads_M
-    # A branch and not a constexpr: with one split and with many the same machine code runs.
+    # A branch instead of a constexpr: the same machine code runs with one split and with many.
     if tl.num_programs(2) == 1:
         tl.store(out + outputs_M[:, None] * D + dims[None, :], result, mask=mask)
     else:

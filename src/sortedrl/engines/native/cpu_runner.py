@@ -7,10 +7,10 @@ for a few dozen rows is up to twice as fast, and sum each row in an order that d
 the number of rows. The packed copy doubles the memory of the linear weights and is made again for
 every version.
 
-The matrix products below choose their order of summation by shape, and each kind of processor in
-its own way. Every row still comes out with the same bits in any batch: attention is padded to
-numbers of rows and keys that a probe at the start has found to agree, and products of 16-bit
-weights that depend on the number of rows are computed in parts of one size.
+The matrix products below choose their summation order by shape, differently on each kind of
+processor. Every row is batch-invariant all the same: attention is padded to numbers of rows and
+keys that a probe at startup found to agree, and products of 16-bit weights that depend on the
+number of rows are computed in parts of fixed size.
 
 Axes: R rows, Q sampled rows, V vocabulary, H query heads, K key/value heads, G query heads per
 key/value head, D head dimension, L keys of one request, N token places of the cache, Y layers.
@@ -44,7 +44,7 @@ from sortedrl.models.attention_interface import AttentionInputs
 from sortedrl.models.offload import Offloader
 
 ROW_MULTIPLE = 8
-"""Rows are padded to a multiple of this: products of fewer rows sum in another order."""
+"""Rows are padded to a multiple of this: smaller products have another summation order."""
 _COMPARED_ROWS = (8, 16, 24, 32, 40, 64, 96, 128, 256)
 
 
@@ -82,9 +82,9 @@ _LOG = logging.getLogger(__name__)
 _QUERY_MULTIPLES = (4, 8, 16)
 _KEY_MULTIPLE = 32
 _KEY_SPLIT = 512
-"""Attention sums over that many keys at a time; what is left over is summed by its own size."""
+"""Attention sums over this many keys at a time; the rest is summed separately."""
 _PROBED_QUERIES = (16, 32, 64, 192, 768)
-"""Attention cuts queries into blocks of 32, 64 or 256 rows, by how many there are."""
+"""Attention splits queries into blocks of 32, 64 or 256 rows, depending on their number."""
 _VIEWS_PER_SLOT = 4
 _NO_PLACES = torch.empty(0, dtype=torch.long)
 
@@ -95,7 +95,7 @@ class CpuRunner:
     lag = 0
 
     def __init__(self, hf_model: HFModel, *, size: CacheSize, slots: int) -> None:
-        """Allocate the KV cache; the operating system commits its memory as it is used."""
+        """Allocate the KV cache; the operating system commits its memory on use."""
         layers, heads, dim = attention_shape(hf_model.config)
         places = size.num_blocks * size.block_tokens
         self._hf_model = hf_model
@@ -234,10 +234,10 @@ class AttentionPadding:
     query_multiple: int
     """Query rows come in multiples of this."""
     key_rests: tuple[int, ...]
-    """What the number of keys may leave over after parts of 512, in ascending order up to 512."""
+    """Allowed remainders of the number of keys after parts of 512, ascending up to 512."""
 
     def padded_keys(self, count: int) -> int:
-        """The number of keys to read for `count` of them; the rest is masked.
+        """The number of keys to read for `count` keys; the rest is masked.
 
         >>> padding = AttentionPadding(query_multiple=4, key_rests=(32, 64, 384, 512))
         >>> [padding.padded_keys(count) for count in (1, 32, 40, 200, 400, 512, 600)]
@@ -249,9 +249,9 @@ class AttentionPadding:
 
 @lru_cache
 def attention_padding(dim: int, dtype: torch.dtype) -> AttentionPadding:
-    """Probe this machine: attention over random rows, at the shapes that passes have.
+    """Probe this machine with attention over random rows, at the shapes of passes.
 
-    A number of keys is taken if a row over it has the bits that it has over 512 keys, of which the
+    A number of keys is accepted if a row over it has the same bits as over 512 keys, of which the
     rest is masked.
     """
     generator = torch.Generator().manual_seed(dim)
@@ -284,7 +284,7 @@ def attention_padding(dim: int, dtype: torch.dtype) -> AttentionPadding:
         if multiple is None:
             multiple = _QUERY_MULTIPLES[-1]
             _LOG.warning(
-                "attention over heads of %s in %s gives a row other bits in another batch on this "
+                "attention over heads of %s in %s is not batch-invariant on this "
                 "processor: answers may depend on what else is generated; use another dtype",
                 dim, dtype,
             )  # fmt: skip

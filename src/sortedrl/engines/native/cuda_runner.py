@@ -3,11 +3,9 @@
 The host only sends which rows run (one small copy in) and reads the sampled tokens (one small copy
 out). The input token of a row may be one that the host has not read yet, because the device keeps
 the last token of every slot. Passes come in a few sizes; the first pass of a size runs eagerly, the
-second is captured, all later ones are replays.
-
-Block tables and sampling parameters of every slot are on the device too (`SlotState`). The host
-writes into its own copy at any time; before a transfer it is copied into pinned memory that stays
-untouched while passes in flight may still read it.
+second is captured, later ones are replays. Block tables and sampling parameters of every slot are
+on the device too (`SlotState`). The host writes into its own copy at any time; before a transfer it
+is copied into pinned memory that is not reused while passes in flight may still read it.
 
 Axes: R rows, Q sampled rows, S slots, V vocabulary, K key/value heads, N places, D head dimension.
 """
@@ -47,7 +45,7 @@ from sortedrl.models.attention_interface import AttentionInputs
 from sortedrl.models.offload import Offloader
 
 BUFFERS = 3
-"""One being written, one being copied, one to spare."""
+"""One being written, one being copied, one spare."""
 _ALL_TOKENS = 1 << 30
 
 
@@ -73,7 +71,7 @@ class SlotState:
         return bool(self._is_filtered[slots].any())
 
     def update(self, request: Request) -> None:
-        """Note a request that is new in its slot, or has new blocks."""
+        """Record a request that is new in its slot, or has new blocks."""
         slot = request.slot
         if slot is None:  # preempted since
             return
@@ -133,7 +131,7 @@ class BlockTables:
         self._blocks += blocks
 
     def send(self) -> None:
-        """Copy the changed cells, behind the passes in flight that still read the old ones."""
+        """Copy the changed cells, after the passes in flight that still read the old ones."""
         count = len(self._cells)
         if not count:
             return
@@ -142,7 +140,7 @@ class BlockTables:
             self._travelling = deque(
                 pinned(shape, torch.int64, self.device.device) for _ in range(BUFFERS)
             )
-        # A slot may have had two requests since: the later block of a cell must win.
+        # A slot may have had two requests since then: the later block of a cell must win.
         changed = dict(zip(self._cells, self._blocks, strict=True))
         count = len(changed)
         self._travelling.rotate(1)
@@ -165,7 +163,7 @@ class Mirror:
         self._travelling = deque(pinned(shape, dtype, device) for _ in range(BUFFERS))
 
     def send(self) -> None:
-        """Copy it to the device, behind the passes in flight that still read the old one."""
+        """Copy it to the device, after the passes in flight that still read the old values."""
         if self.is_dirty:
             self._travelling.rotate(1)
             self._travelling[0].numpy()[:] = self.host
@@ -275,7 +273,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> _Ticket:
-        """Start a pass behind those in flight."""
+        """Start a pass after those in flight."""
         size = self._fill(plan)
         if size in self._recorded and self._is_recordable:
             recorded = self._recorded[size] or self._record(size)
@@ -326,7 +324,7 @@ class CudaRunner:
         self._rows.copy_(self._host_rows[0], non_blocking=True)
         self._slots.send()
         rows = _rounded(max(plan.num_rows, self._fewest))
-        # Passes with prefill are few and big: fewer sizes, so that graphs are reused.
+        # Passes with prefill are few and large: fewer sizes, so that graphs are reused.
         fewest = 1 if rows <= _BIG_ROWS else min(rows, _rounded(self._slots.padding_slot))
         sampled = min(rows, _rounded(max(plan.num_sampled, fewest, self._fewest)))
         splits = 1 << (-(-longest // SPLIT_TOKENS) - 1).bit_length()
@@ -423,7 +421,7 @@ class _CudaPagedAttention:
 
 
 def _fill_decoding(host: NDArray[numpy.int32], rows: DecodeRows) -> None:
-    """Fill the rows of requests that only decode, a tile each: in most passes that is all."""
+    """Fill the rows of requests that only decode, one tile each: all rows of most passes."""
     count = len(rows)
     # The host knows the token of a row only if it is not in flight.
     host[_TOKENS, :count] = [

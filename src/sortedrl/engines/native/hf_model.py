@@ -1,10 +1,9 @@
 """Forward passes of a Hugging Face model over rows of many requests, on the unmodified module.
 
-The module that is trained is the module that rolls out. Only during a pass two things are patched
-and restored afterwards: its attention goes through transformers' attention interface to the
-engine's KV cache, and its linear layers may be replaced by faster ones that give every row the same
-bits in any batch. Before a model is used it is verified: it must compute the same in the engine as
-on its own.
+The trained module is also the rollout module. Two things are patched only during a pass: attention
+goes through transformers' attention interface to the engine's KV cache, and linear layers may be
+replaced by faster batch-invariant ones. A model is verified before use: it must compute the same in
+the engine as in plain transformers.
 
 Axes: R rows, Q sampled rows, V vocabulary, H query heads, K key/value heads, D head dimension.
 """
@@ -185,8 +184,8 @@ def refuse_other_logprobs(
     gap = (plain_T - torch.tensor(logprobs)).abs().mean().item()
     if not gap <= _GAPS[model.dtype]:
         raise ModelError(
-            f"{type(model).__name__} computes something else in the native engine than on its "
-            f"own (log-probabilities differ by {gap:.2g} on average): its attention has a "
+            f"{type(model).__name__} gives other results in the native engine than in transformers "
+            f"(log-probabilities differ by {gap:.2g} on average): its attention has a "
             "feature that the engine does not support; use the vLLM or SGLang engine for this model"
         )
 
@@ -199,8 +198,8 @@ def checked_weights(model: nn.Module, tensors: Mapping[str, object]) -> dict[str
 def copy_weights(model: nn.Module, tensors: Mapping[str, object]) -> None:
     """Copy named tensors into a model's parameters; a dict is copied only if all of them fit.
 
-    Other mappings make or receive a tensor when it is asked for. Each is copied as it comes, so
-    that one at a time is in memory, and a failure leaves the model with some of them.
+    Other mappings create or receive tensors on access. Each is copied as it arrives, so only one at
+    a time is in memory, and a failure leaves the model with some of them.
     """
     fitting = (
         checked_weights(model, tensors).items()

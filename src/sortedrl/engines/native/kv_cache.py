@@ -2,12 +2,12 @@
 
     free  --allocate/acquire-->  used by one or more requests  --release-->  free
 
-A block is used by at least one request or free, never both. Block 0 is never allocated: padding
-rows write to it. A full block can be *cached* under the tokens from the start of the sequence to
-its end, so that another request with the same prefix uses it too instead of computing it again.
-Free blocks keep their contents until they are allocated, least recently freed first.
-So the cache of a conversation that waits for its environment is kept while there is room. Only
-without conversations are contiguous blocks preferred to the least recently freed ones.
+A block is either used by at least one request or free. Block 0 is never allocated: padding rows
+write to it. A full block can be *cached* under the tokens from the start of the sequence to its
+end, so that another request with the same prefix shares it instead of computing it again. Free
+blocks keep their contents until they are allocated, least recently freed first, so the cache of a
+conversation that waits for its environment is kept while there is room. Only without conversations
+are contiguous blocks preferred to the least recently freed ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BlockPool:
         self.num_usable = num_blocks - 1
         self.keeps_cached = False
         """Whether a cached block is allocated only when it is the least recently freed one."""
-        # Its first key is found at once; in a dict the places of removed ones are searched.
+        # An ordered dict finds its first key at once; a dict would scan the removed entries.
         self._free = OrderedDict.fromkeys(range(PADDING_BLOCK + 1, num_blocks))
         self._ref_counts = [0] * num_blocks
         self._cached: dict[tuple[PrefixId, tuple[int, ...]], tuple[int, PrefixId]] = {}
@@ -64,7 +64,7 @@ class BlockPool:
         return -(-num_tokens // self.block_tokens)
 
     def allocate(self, count: int, *, near: int) -> list[int]:
-        """Empty blocks, contiguous from `near` on where those are free, and may be forgotten."""
+        """Empty blocks, contiguous from `near` on if those are free and may be overwritten."""
         assert count <= len(self._free), "ask num_free first"
         blocks = []
         for _ in range(count):

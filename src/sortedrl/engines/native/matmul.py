@@ -1,15 +1,15 @@
-"""Matrix products on the GPU: the same bits for a row in any batch, and logits in fp32.
+"""Batch-invariant matrix products on the GPU, and logits in fp32.
 
-cuBLAS sums a row in the same order for any number of rows, as long as it does not use split-K: so
-split-K is disabled while the engine runs or captures a pass. That holds for 16-bit weights; in
-fp32, small batches still differ in the last bits.
+cuBLAS sums a row in the same order for any number of rows unless it uses split-K, so split-K is
+disabled while the engine runs or captures a pass. That is enough for 16-bit weights; in fp32, small
+batches still differ in the last bits.
 
-That is checked when an engine starts: the product of every shape is compared over numbers of rows.
-One that depends on them is replaced by one that always has the same number of rows.
+This is checked when an engine starts: the product of every shape is compared over numbers of rows.
+One that depends on them is replaced by one with a fixed number of rows.
 
-With sums that may not be split, the products for few rows can be several times slower than those
-for a hundred. So the products of the model are timed once for each size, and a pass with fewer rows
-than pays is padded, which costs little: a decode step is bound by reading the weights.
+Without split-K, products for few rows can be several times slower than those for a hundred. The
+products of the model are therefore timed once per size, and smaller passes are padded, which costs
+little: a decode step is bound by reading the weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def no_split_k() -> Iterator[None]:
 
 
 def fp32_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """The output layer with its sums kept in fp32, not rounded back to the weights' type."""
+    """The output layer with fp32 accumulation and fp32 results."""
     bias: Tensor | None = output.bias
 
     def forward(x: Tensor) -> Tensor:
@@ -83,10 +83,10 @@ _MOST_COMPARED_BYTES = 256 << 20
 def invariant_products(
     model: nn.Module, replaced: Mapping[nn.Module, Product], *, sizes: Sequence[int]
 ) -> dict[nn.Module, Product]:
-    """Replacements for the linear layers whose rows have other bits at another number of rows.
+    """Replacements for linear layers that are not batch-invariant.
 
-    `replaced` maps layers to the products that they use already. One layer of each shape is tried.
-    If rows differ even in products of a fixed size, that is logged as a warning.
+    `replaced` maps layers to the products that they already use. One layer of each shape is tested.
+    If rows differ even in products of a fixed size, a warning is logged.
     """
     alike: dict[tuple[int, int, bool, bool], list[nn.Linear]] = {}
     for layer in model.modules():
@@ -100,7 +100,7 @@ def invariant_products(
             continue
         if not _is_invariant(fixed_rows(product), like, width=width, height=height, sizes=sizes):
             _LOG.warning(
-                "products of %s x %s weights in %s give a row other bits in another batch on %s: "
+                "products of %s x %s weights in %s are not batch-invariant on %s: "
                 "answers may depend on what else is generated, and verification of unchanged "
                 "weights may reject tokens; use another dtype or another build of torch",
                 width, height, like.dtype, like.device,
@@ -115,7 +115,7 @@ def invariant_products(
 
 
 def fixed_rows(product: Product) -> Product:
-    """A product in parts of always the same number of rows, so that nothing depends on how many."""
+    """A product in parts with a fixed number of rows, which makes it batch-invariant."""
 
     def forward(x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
@@ -124,7 +124,7 @@ def fixed_rows(product: Product) -> Product:
         result: Tensor = torch.cat(parts)[: len(rows)].unflatten(0, x.shape[:-1])
         return result
 
-    # Compiled, the loop would be unrolled anew for every number of rows.
+    # If compiled, the loop would be unrolled again for every number of rows.
     outside_of_graphs: Product = torch.compiler.disable(forward)
     return outside_of_graphs
 
@@ -133,7 +133,7 @@ def fixed_rows(product: Product) -> Product:
 def _is_invariant(
     product: Product, like: Tensor, *, width: int, height: int, sizes: Sequence[int]
 ) -> bool:
-    """Whether rows of random numbers come out with the same bits at all of these sizes."""
+    """Whether random rows have the same bits at all of these sizes."""
     most = max(min(sizes), _MOST_COMPARED_BYTES // (4 * height))
     sizes = sorted(size for size in sizes if size <= most)
     generator = torch.Generator(like.device).manual_seed(width)
@@ -147,7 +147,7 @@ _CLEARLY = 1.05
 
 
 def fewest_rows(sizes: Sequence[int], seconds: Callable[[int], float]) -> int:
-    """The smallest size that no larger one beats clearly.
+    """The smallest size that no larger one clearly beats.
 
     >>> fewest_rows((8, 64, 96, 128), {8: 8.2, 64: 8.3, 96: 2.8, 128: 2.9}.__getitem__)
     96

@@ -2,8 +2,8 @@
 
     trajectories -> requests -> planner -> plan -> runner -> tokens -> requests -> trajectories
 
-The planner decides in plain Python, the runner computes on its device. A runner with `lag` is given
-the next pass before the results of the last one are read, so its device never waits for the host.
+The planner decides in plain Python, the runner computes on its device. A runner with `lag` gets the
+next pass before the results of the last one are read, so its device never waits for the host.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from sortedrl.types import Step, Trajectory, Weights, impossible_logprob
 _LOGITS_BYTES = 1 << 30
 
 
-class Runner(Protocol):
+class ModelRunner(Protocol):
     """Runs plans on a device, in order."""
 
     @property
@@ -76,7 +76,7 @@ class Stats:
 
 
 class NativeEngine:
-    """Continuous batching on the module that is trained.
+    """Continuous batching on the trained module.
 
     Weights that change in place must be announced with `load_weights`: the KV cache depends on
     them.
@@ -102,8 +102,8 @@ class NativeEngine:
 
         `cache_bytes` is the memory of the KV cache (default: most of the free GPU memory, or a
         quarter of the RAM), `chunk_tokens` the rows that a pass may have beyond one per slot.
-        With `keeps_prefixes`, prompts are expected to go on from answers, as turns do: what was
-        computed for an answer stays in the cache as long as there is room.
+        With `keeps_prefixes`, prompts are expected to continue earlier answers, as turns do: the
+        cache of an answer is kept as long as there is room.
         """
         require(slots >= 1, f"slots must be at least 1, got {slots}")
         require(block_tokens >= 1, f"block_tokens must be at least 1, got {block_tokens}")
@@ -152,7 +152,7 @@ class NativeEngine:
         self._is_asleep = False
         self._is_closed = False
         self._is_mixed = False
-        """Whether a load that failed has left it with some of the new weights."""
+        """Whether a failed load has left some of the new weights."""
         self._verify_model(model)
 
     @classmethod
@@ -167,7 +167,7 @@ class NativeEngine:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> NativeEngine:
-        """An engine with a model of its own: a hub name, a folder or a GGUF file."""
+        """An engine with its own model: a hub name, a folder or a GGUF file."""
         tokenizer = load_tokenizer(name)
         return cls(
             load_model(name, dtype=dtype, device=device),
@@ -233,9 +233,9 @@ class NativeEngine:
         return Step(finished=tuple(finished), decoded_tokens=decoded, prefilled_tokens=prefilled)
 
     def interrupt(self) -> Sequence[Trajectory]:
-        """Stop, and give back every unfinished trajectory with its tokens so far.
+        """Stop, and return every unfinished trajectory with its tokens so far.
 
-        An answer that a pass in flight completed comes back as unfinished too: submitted again, it
+        An answer completed by a pass in flight is returned as unfinished too: submitted again, it
         is complete at once.
         """
         stopped = self._stop()
@@ -244,10 +244,10 @@ class NativeEngine:
     def load_weights(self, weights: Weights) -> None:
         """Use these weights from now on; with shared weights nothing is copied.
 
-        Running requests are stopped and queued again: their cached tokens stand or are verified, as
-        they were submitted. A dict of weights that do not fit is refused, and changes nothing.
-        Weights that arrive one by one may fail in the middle: then nothing is generated until all
-        of them have come.
+        Running requests are stopped and queued again: their cached tokens are trusted or verified,
+        as they were submitted. A dict of weights that do not fit is refused without any change.
+        Loading weights that arrive one by one may fail in the middle: then nothing is generated
+        until all of them have been loaded.
         """
         self._require_open()
         model, tensors = self._hf_model.model, weights.tensors
@@ -312,7 +312,7 @@ class NativeEngine:
         """
         self._require_idle("generate")
         if isinstance(prompts, str):
-            raise RequestError("prompts must be a list, got one text; write generate([text])")
+            raise RequestError("prompts must be a list, got a string; use generate([text])")
         rows = [self._encoded(prompt) for prompt in prompts]
         trajectories = fresh_trajectories(rows, samples_per_prompt=samples_per_prompt, seed=seed)
         if not isinstance(max_tokens, Sequence):
@@ -362,9 +362,10 @@ class NativeEngine:
             self._is_asleep = False
 
     def close(self) -> None:
-        """Drop all work and free all memory but the model, which belongs to the caller.
+        """Drop all work and free all memory except the model, which belongs to the caller.
 
-        The KV cache, CUDA graphs, packed weights and buffers go; then the engine is of no use.
+        KV cache, CUDA graphs, packed weights and buffers are freed; the engine cannot be used
+        again.
         """
         if self._is_closed:
             return
@@ -372,7 +373,7 @@ class NativeEngine:
         self.sleep()
         self._is_closed = True
         self._hf_model.replaced.clear()
-        # Nobody else refers to the runner, so all that it holds is freed here.
+        # Only the engine refers to the runner, so all its memory is freed here.
         del self._runner
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -382,7 +383,7 @@ class NativeEngine:
         self.stats = Stats()
 
     def _verify_model(self, model: PreTrainedModel) -> None:
-        """Refuse a model that computes something else in the engine than on its own."""
+        """Refuse a model that gives other results in the engine than in transformers."""
         known = probe(
             vocabulary=self._hf_model.vocabulary,
             max_tokens=min(self.cache.tokens, self._hf_model.max_context),
@@ -415,7 +416,7 @@ class NativeEngine:
         )
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
-        """Queue requests behind those that wait; complete ones need no slot."""
+        """Queue requests after those that wait; complete ones need no slot."""
         self._complete += [r for r in requests if r.finish_reason is not None]
         if requests:
             self.wake()
@@ -425,7 +426,7 @@ class NativeEngine:
         if not isinstance(prompt, str):
             if any(isinstance(token, Mapping | str) for token in prompt):
                 raise RequestError(
-                    f"a prompt must be text or token ids, got {str(prompt)[:80]}; make text of "
+                    f"a prompt must be text or token ids, got {str(prompt)[:80]}; convert "
                     "chat messages with tokenizer.apply_chat_template(messages, tokenize=False, "
                     "add_generation_prompt=True)"
                 )
@@ -448,7 +449,7 @@ class NativeEngine:
             if self._is_mixed:
                 raise EngineError(
                     f"{self.name} has only some of its new weights, because loading them failed; "
-                    "load all of them before it generates"
+                    "load all of them before generating"
                 )
             ticket = self._runner.launch(plan)
         except BaseException:
@@ -483,7 +484,7 @@ class NativeEngine:
             if span.epoch == request.epoch and request.finish_reason is None:
                 before = request.num_decoded
                 if not _has_applied(span, sampled, row):
-                    # Results of later passes for it are void.
+                    # Results of later passes for it are invalid.
                     request.epoch += 1
                     self._fault = self._fault or request
                 decoded += request.num_decoded - before
@@ -495,9 +496,9 @@ class NativeEngine:
         return decoded
 
     def _accept(self, rows: DecodeRows, sampled: SampledTokens) -> int:
-        """Apply the results of rows that only decode: in most passes that is all of them."""
+        """Apply the results of rows that only decode: all rows of most passes."""
         decoded = 0
-        # The results go on with those of other rows, and of padding.
+        # Results of other rows, and of padding, follow.
         for request, epoch, token, logprob in zip(
             rows.requests, rows.epochs, sampled.tokens, sampled.logprobs, strict=False
         ):
@@ -520,7 +521,7 @@ class NativeEngine:
         return [*complete, *self._planner.clear()]
 
     def _refuse_fault(self, decoded: int) -> None:
-        """Raise for an answer whose logits are not finite, until the engine is interrupted."""
+        """Raise for an answer with non-finite logits, until the engine is interrupted."""
         request, model = self._fault, self._hf_model.model
         if request is None:
             return
@@ -539,11 +540,11 @@ class NativeEngine:
 
 
 def _has_applied(span: RowSpan, sampled: SampledTokens, row: int) -> bool:
-    """Give the results of a span's rows to its request; false at logits that are not finite."""
+    """Pass the results of a span's rows to its request; false at non-finite logits."""
     request = span.request
     for index in range(row, row + span.num_rows):
         token, logprob, gap = sampled.tokens[index], sampled.logprobs[index], sampled.gaps[index]
-        # One logit that is not finite makes every log-probability of the row NaN.
+        # One non-finite logit makes every log-probability of the row NaN.
         if impossible_logprob((logprob,)) is not None:
             return False
         if not request.num_unverified:
@@ -562,7 +563,7 @@ def _has_applied(span: RowSpan, sampled: SampledTokens, row: int) -> bool:
 
 def _runner(
     hf_model: HFModel, size: CacheSize, *, slots: int, max_rows: int, is_compiled: bool
-) -> Runner:
+) -> ModelRunner:
     if hf_model.device.type == "cuda":
         from sortedrl.engines.native.cuda_runner import CudaRunner
 

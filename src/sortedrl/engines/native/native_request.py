@@ -1,12 +1,12 @@
-"""One trajectory while the engine generates it: what the host knows, and what is in flight.
+"""One trajectory during generation: what the host knows, and what is in flight.
 
     tokens               prompt and answer as far as the host has read them; in a conversation,
                          with the replies of its environment (`given_positions`)
     num_inflight_tokens  tokens sampled after those but not read yet: the device runs ahead
     num_computed_tokens  positions whose rows were launched, so that their keys are in the KV cache
 
-A row is one position of one request. The row at position `p` takes in the token at `p`; if it is
-sampled, it gives the token at `p + 1`.
+A row is one position of one request. The row at position `p` takes the token at `p` as input; if it
+is sampled, it yields the token at `p + 1`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _MARGIN_TOKENS = 8
 class Request:
     """A trajectory in the engine's queue or in one of its slots.
 
-    `num_unverified` counts the cached tokens that the present weights may reject. While there are
+    `num_unverified` counts the cached tokens that the current weights may reject. While there are
     any, the rows from the last verified token on are sampled and compared with them. A reply in
-    between stands if everything before it does. `epoch` increases whenever results that are still
-    in flight become void.
+    between is kept if everything before it is. `epoch` increases whenever results in flight become
+    invalid.
     """
 
     trajectory: Trajectory
     sampling: Sampling
     stop_tokens: frozenset[int]
     max_tokens: int
-    """Tokens that the policy may write."""
+    """Tokens that the policy may generate."""
     max_context: int
     """Tokens of prompt, answer and replies."""
     stream: int
@@ -65,9 +65,9 @@ class Request:
     prefix_id: PrefixId = EMPTY_PREFIX
     prompt_tokens: int = field(init=False)
     given_positions: set[int] = field(init=False)
-    """Where tokens are that an environment said."""
+    """Positions of tokens from an environment."""
     turn_start: int = field(init=False)
-    """Where the present turn of the policy begins."""
+    """Start of the current turn of the policy."""
     max_length: int = field(init=False)
     longest_stop: int = field(init=False)
     """Bytes of the longest stop string; 0 without any."""
@@ -75,7 +75,7 @@ class Request:
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        """Notice an answer that comes complete: it is finished if all of its tokens stand."""
+        """Detect an answer that is submitted complete: it finishes if all its tokens are kept."""
         self.prompt_tokens = len(self.trajectory.prompt.tokens)
         mask = self.trajectory.loss_mask if self.trajectory.num_given else ()
         self.given_positions = {
@@ -103,7 +103,7 @@ class Request:
     ) -> Request:
         """A request for the rest of a trajectory, for weights of this version.
 
-        Cached tokens of the same version always stand: these weights sampled them.
+        Cached tokens of the same version are always kept: these weights sampled them.
         """
         tolerance = math.inf if tolerance is None else tolerance
         stands = tolerance == math.inf or all(
@@ -141,7 +141,7 @@ class Request:
 
     @property
     def end(self) -> int:
-        """Positions that can be computed; the last token of a complete answer need not be."""
+        """Positions to compute; the last token of a complete answer is not needed."""
         end = len(self.tokens) + self.num_inflight_tokens
         is_last = self.finish_reason_if_verified is not None or end >= self.max_length
         return end - 1 if is_last else end
@@ -153,7 +153,7 @@ class Request:
 
     @property
     def next_is_given(self) -> bool:
-        """Whether the next unverified token was said by an environment."""
+        """Whether the next unverified token is from an environment."""
         return len(self.tokens) - self.num_unverified in self.given_positions
 
     def confirm(self, logprob: float, *, gap: float) -> None:
@@ -171,7 +171,7 @@ class Request:
     def diverge(self, token: int, logprob: float) -> None:
         """Reject the next cached token and all after it; the answer continues with this one.
 
-        Replies to rejected tokens go with them. A reply right before the rejected token stays.
+        Replies to rejected tokens are dropped too. A reply right before the rejected token is kept.
         """
         del self.tokens[len(self.tokens) - self.num_unverified :]
         self.num_unverified = 0
@@ -193,14 +193,14 @@ class Request:
             self.finish_reason = "length"
 
     def release_cache(self) -> None:
-        """Give up the slot and the blocks, but no token."""
+        """Release the slot and the blocks, but keep the tokens."""
         self.slot = None
         self.blocks = []
         self.num_computed_tokens = self.num_cached_blocks = 0
         self.prefix_id = EMPTY_PREFIX
 
     def result(self, version: int) -> Trajectory:
-        """The trajectory so far; while its tokens are being verified, the trajectory as it came."""
+        """The trajectory so far; while its tokens are being verified, as it was submitted."""
         if self.num_unverified:
             return self.trajectory
         segments = self.kept_segments
@@ -224,7 +224,7 @@ class Request:
         )
 
     def _runs(self, start: int) -> Iterator[tuple[slice, bool]]:
-        """The tokens from `start` on, as runs that were either all given or all written."""
+        """The tokens from `start` on, as runs of given and of sampled tokens."""
         if not self.given_positions:
             if start < len(self.tokens):
                 yield slice(start, len(self.tokens)), False
@@ -235,7 +235,7 @@ class Request:
             yield slice(members[0], members[-1] + 1), is_given
 
     def _set_limits(self) -> None:
-        """Note where the turn begins and where the answer must end, given its replies."""
+        """Set the start of the turn and the end of the answer, given its replies."""
         self.turn_start = max(self.given_positions, default=self.prompt_tokens - 1) + 1
         length = self.prompt_tokens + len(self.given_positions) + self.max_tokens
         self.max_length = min(length, self.max_context)

@@ -2,10 +2,10 @@
 
     queue --admit--> slot, with blocks for all its tokens --finish--> out
       ^                 |
-      +----preempt------+   the cache is full: the youngest loses its blocks, not its tokens
+      +----preempt------+   cache full: the youngest loses its blocks, not its tokens
 
 Every request that can decode gets its row in every plan; the rest of the row budget goes to chunked
-prefill, oldest first. So long prompts never delay decoding.
+prefill, oldest first. Long prompts therefore never delay decoding.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class RowSpan(NamedTuple):
     """Consecutive rows of one request, all sampled or none.
 
     A speculative span is one row whose token the device keeps for the next pass, before the host
-    has read it. `epoch` is that of the request when the span was planned: results for an older
-    epoch are void.
+    has read it. `epoch` is that of the request when the span was planned: results of an older epoch
+    are invalid.
     """
 
     request: Request
@@ -40,8 +40,8 @@ class RowSpan(NamedTuple):
 class DecodeRows:
     """The next row of every request that only decodes, in columns.
 
-    Every slot has one in most passes, so there is no object for a row: a thousand new ones per pass
-    would keep Python's garbage collector busy.
+    In most passes every slot has one, so rows are not objects: a thousand new ones per pass would
+    keep Python's garbage collector busy.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -76,9 +76,9 @@ class DecodeRows:
 
 @dataclass(slots=True)
 class Plan:
-    """The rows of one forward pass: those that decode, the other sampled ones, the others.
+    """The rows of one forward pass: decode rows, other sampled rows, and the rest.
 
-    `changed` are the requests that were given a slot or blocks since the last plan with rows.
+    `changed` are the requests that got a slot or blocks since the last plan with rows.
     """
 
     decode: DecodeRows = field(default_factory=DecodeRows)
@@ -130,7 +130,7 @@ class Planner:
     """Assigns slots and blocks to requests, first come first served."""
 
     def __init__(self, *, slots: int, pool: BlockPool, max_rows: int, max_sampled: int) -> None:
-        """Nothing queued and nothing running."""
+        """Start with nothing queued or running."""
         self.pool = pool
         self.num_preemptions = 0
         self._max_rows = max_rows
@@ -155,7 +155,7 @@ class Planner:
     def enqueue(self, requests: Iterable[Request]) -> None:
         """Append requests to the queue."""
         for request in requests:
-            # Those that come back with a reply find their blocks, if nobody was given them.
+            # Those that return with a reply find their blocks, unless these were reallocated.
             self.pool.keeps_cached |= bool(request.given_positions)
             self._queue.append(request)
 
@@ -167,7 +167,7 @@ class Planner:
         for request in list(self._running.values()):
             computed, slot = request.num_computed_tokens, request.slot
             end = len(request.tokens) + request.num_inflight_tokens
-            if slot is None:  # preempted for an older one just now
+            if slot is None:  # just preempted by an older one
                 continue
             if computed != end - 1 or request.num_unverified:
                 chunked.append(request)
@@ -220,7 +220,7 @@ class Planner:
             self._add_chunk(plan, request)
 
     def _admitted(self, request: Request) -> bool:
-        """Give a request a slot, and blocks for its tokens and the next; false without enough."""
+        """Give a request a slot and blocks for its tokens and the next one; false if impossible."""
         shared = self.pool.match_prefix(
             request.tokens, limit=min(request.first_sampled, request.end - 1)
         )

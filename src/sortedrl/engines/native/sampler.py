@@ -4,13 +4,12 @@ A token is `argmax(logits / temperature + noise)`, which is exact sampling from 
 The noise belongs to the answer, so a sampled token depends on its row alone.
 
 Gumbel noise is a function of its key: (seed, attempt, position, token). The seed and the attempt of
-an answer make its *stream*, stream and position make the 64-bit key of a row, key and token make 31
-random bits. Only integer arithmetic is used up to here, so every device has the same bits; the two
-logarithms that follow agree to a few units in the last place.
+an answer form its *stream*, stream and position the 64-bit key of a row, key and token 31 random
+bits. Only integer arithmetic is used up to here, so every device has the same bits; the two
+logarithms that follow agree to a few ulps.
 
-The bits are the top resolution of `w`, uniform in (0, 1), near 0, where the large noise comes
-from: `gumbel = -log(-log(1 - w))` reaches 22, far enough that nothing a vocabulary holds is
-cut off.
+The bits have their finest resolution of `w`, uniform in (0, 1), near 0, where large noise comes
+from: `gumbel = -log(-log(1 - w))` reaches 22, enough not to truncate any vocabulary.
 
 Axes: R rows, Q rows that are sampled, V tokens of the vocabulary.
 """
@@ -109,7 +108,7 @@ class TokenFilters:
 
 
 class SamplerOutput(NamedTuple):
-    """The sampled tokens, and how the expected ones compare.
+    """The sampled tokens, and a comparison with the expected ones.
 
     `logprobs_Q` are over the whole vocabulary at the sampling temperature (1 if greedy), from the
     logits that were sampled from; filters do not enter them. `gaps_Q` is by how many nats the
@@ -136,10 +135,10 @@ def floors(logits_QV: Tensor, draw: SamplerInputs, keep: TokenFilters) -> Tensor
     """The lowest logit that passes the filters: top-k first, then top-p, then min-p.
 
     Top-p keeps a token if the tokens above it have less than `top_p` of the probability. Equal
-    logits are kept or left out together. Probabilities are added as integers, in units of 2**-40 of
-    the largest one: such sums are exact in any order, so a floor depends on its row alone. The
-    tokens kept are those of a sort and a sum in float64, but for a token within 1e-6 of the
-    border.
+    logits are kept or dropped together. Probabilities are summed as integers, in units of 2**-40 of
+    the largest one: such sums are exact in any order, so a floor depends only on its row. The
+    tokens kept are those of a sort and a sum in float64, except for tokens within 1e-6 of the
+    threshold.
     """
     size = max(1, _CACHED_NUMBERS // logits_QV.shape[1])
     parts = [
@@ -157,7 +156,7 @@ def floors(logits_QV: Tensor, draw: SamplerInputs, keep: TokenFilters) -> Tensor
 def _floors_few(
     logits_QV: Tensor, inverse_Q: Tensor, keep: TokenFilters, *, num_sorted: int
 ) -> Tensor:
-    """The floors of a few rows, from their largest `num_sorted` logits where those suffice."""
+    """The floors of a few rows, from their largest `num_sorted` logits if those suffice."""
     vocabulary = logits_QV.shape[1]
     num_sorted = min(num_sorted, vocabulary)
     scaled_QV = logits_QV * inverse_Q[:, None]
@@ -217,7 +216,7 @@ def choose(
 
 
 def _choose_few(logits_QV: Tensor, draw: SamplerInputs, floors_Q: Tensor | None) -> SamplerOutput:
-    """Sample so few rows that their logits stay in the CPU cache."""
+    """Sample a few rows, whose logits stay in the CPU cache."""
     inverse_Q1 = draw.inverse_temperatures_Q[:, None]
     is_greedy_Q1 = inverse_Q1 == 0
     scaled_QV = logits_QV * inverse_Q1.masked_fill(is_greedy_Q1, 1.0)

@@ -1,9 +1,9 @@
 """Triton kernels of the sampler: one pass over the logits, generating the noise on the fly.
 
-`sample` computes what `sampler.choose` does: the same bits, and the same token up to the
-rounding of two logarithms. `filter_floors` computes what `sampler.floors` does, without a sort: it
-bisects the logits of a row, and adds probabilities as integers, so that no order of summation and
-no other row can touch the result.
+`sample` computes the same as `sampler.choose`: the same bits, and the same token up to the rounding
+of two logarithms. `filter_floors` computes the same as `sampler.floors`, without a sort: it bisects
+the logits of a row, and sums probabilities as integers, so that neither the summation order nor
+other rows can affect the result.
 
 Axes: Q rows to choose for, S slots, V tokens of the vocabulary, C chunks of the vocabulary.
 """
@@ -53,12 +53,12 @@ def sample(
     commit_slots_Q: Tensor,
     last_tokens_S: Tensor,
 ) -> SamplerOutput:
-    """The token of largest perturbed logit in each row, written also to its commit slot.
+    """The token with the largest perturbed logit in each row, also written to its commit slot.
 
-    An inverse temperature of 0 is the greedy choice, without noise and scored at temperature 1.
-    Log-probabilities are over the whole vocabulary; tokens whose logit is below the floor are
-    only kept from being chosen. A gap is by how many nats the expected token (-1: none) fell
-    short of the chosen one: 0 if they are the same, infinite if it lies below the floor. A commit
+    An inverse temperature of 0 is greedy: without noise, and scored at temperature 1.
+    Log-probabilities are over the whole vocabulary; tokens with a logit below the floor are only
+    excluded from sampling. A gap is the number of nats by which the expected token (-1: none) fell
+    short of the sampled one: 0 if they are the same, infinite if it lies below the floor. A commit
     slot of -1 writes nowhere.
     """
     num_rows, vocabulary = logits_QV.shape
@@ -109,7 +109,7 @@ def filter_floors(logits_QV: Tensor, draw: SamplerInputs, keep: TokenFilters) ->
 
 @_kernel
 def _ordered(scaled: tl.tensor) -> tl.tensor:
-    """Integers in the order of the numbers; adding 0 makes -0 the same as 0."""
+    """Order-preserving integers for floats; adding 0 makes -0 equal to 0."""
     bits = (scaled + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -274,7 +274,7 @@ def _choose(
     largest = tl.max(largest_C, 0)
     log_sum = tl.log(tl.sum(sums_C * tl.exp(largest_C - largest), 0))
 
-    # A row of NaN has no best token: it must not send the loads below out of bounds.
+    # A row of NaN has no best token, which must not make the loads below go out of bounds.
     token = tl.minimum(token, vocabulary - 1)
     expected = tl.load(expected_Q + row)
     expected = tl.where(expected >= 0, expected, token)

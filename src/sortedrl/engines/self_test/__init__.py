@@ -1,7 +1,7 @@
-"""The self-test of a rollout engine: with a tiny model it must do what a run relies on.
+"""The self-test of a rollout engine with a tiny model.
 
-It runs in a process of its own, `__main__`, so an engine that hangs or crashes harms
-nothing; here are its start, its time limit and its verdict, without torch.
+It runs in its own process, `__main__`, so an engine that hangs or crashes does no harm. This module
+has its start, its timeout and its verdict, without torch.
 
 The process gets its own session, all of whose processes are killed at the end. Their output goes to
 a file, whose end is shown on failure. A failure has a reason of one line.
@@ -26,7 +26,7 @@ from sortedrl.engines.installed import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The result of a self-test, with measurements where there are any."""
+    """The result of a self-test, with its measurements."""
 
     reason: str | None
     """Why it failed; `None` if it passed."""
@@ -37,9 +37,9 @@ class Verdict:
     slots: int | None = None
     """Slots of the engine."""
     largest_gap: float | None = None
-    """Nats between its log-probabilities and a plain forward pass, for the worst token."""
+    """Largest log-probability difference to a plain forward pass, in nats."""
     tokens_per_second: float | None = None
-    """With a tiny model: no indication for others."""
+    """With a tiny model: not representative of others."""
     log: tuple[str, ...] = ()
     """The last lines that the engine printed, if it failed."""
 
@@ -61,26 +61,26 @@ def from_line(line: str) -> Verdict:
 
 
 STAGE = "self-test: "
-"""The prefix of log lines that name the present stage."""
+"""The prefix of log lines that name the current stage."""
 _LOG_LINES = 12
 _REASON_LETTERS = 400
 
 
 def self_test(kind: Kind, *, seconds: float) -> Verdict:
-    """The verdict on an engine that is installed here."""
-    # It downloads nothing, and must not wait for a network.
+    """Test an installed engine."""
+    # It downloads nothing, and must not wait for the network.
     return watched(_command(kind), seconds=seconds, environment={"HF_HUB_OFFLINE": "1"})
 
 
 def server_self_test(url: str, *, seconds: float) -> Verdict:
-    """The verdict on a running server; its weights stay as they are."""
+    """Test a running server; its weights are not changed."""
     return watched(_command("server", url), seconds=seconds)
 
 
 def watched(
     command: Sequence[str], *, seconds: float, environment: dict[str, str] | None = None
 ) -> Verdict:
-    """The verdict that a command prints, or why there is none."""
+    """The verdict printed by a command, or why there is none."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sortedrl-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "log"
@@ -118,7 +118,7 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _end_session(process: subprocess.Popen[str]) -> None:
-    """Kill the session: children of the engine may have outlived the process."""
+    """Kill the session: children of the engine may outlive the process."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -132,7 +132,7 @@ def _read(printed: str, *, code: int, log: Sequence[str]) -> Verdict:
     except (json.JSONDecodeError, KeyError, TypeError):
         output = _output(log)
         last = f": {output[-1].strip()}" if output else ""
-        return Verdict(reason=f"its process ended with code {code} and no result{last}")
+        return Verdict(reason=f"its process exited with code {code} without a result{last}")
 
 
 def _output(lines: Sequence[str]) -> list[str]:

@@ -1,20 +1,20 @@
-"""The process of a self-test: starts an engine, tries it, prints a verdict as one line of JSON.
+"""The process of a self-test: starts an engine, tests it, prints a verdict as one line of JSON.
 
     python -m sortedrl.engines.self_test native
     python -m sortedrl.engines.self_test server http://localhost:8000
 
 Only that line goes to standard output. What engines print goes to standard error.
 
-The scenario has what a run relies on, in a few seconds:
+The scenario covers what a run relies on, in a few seconds:
 
     8 answers in 4 slots -> interrupt -> new weights -> the same answers to their end -> greedy
 
-Nothing is lost or counted twice, cached tokens stay, every token has the version that sampled it
-and the log-probability that a plain forward pass of that version gives it. The laws of
-`sortedrl.engines.conformance` are more thorough, and need an engine made for them.
+Nothing is lost or counted twice, cached tokens are kept, every token has the version that sampled
+it and the log-probability of a plain forward pass of that version. The laws of
+`sortedrl.engines.conformance` are more thorough, and need an engine created for them.
 
-The weights of the tiny model are larger than usual initial ones, at which all tokens are about
-equally likely: then wrong weights, or log-probabilities of the wrong temperature, would not show.
+The weights of the tiny model are larger than usual initial ones, with which all tokens are about
+equally likely and wrong weights or a wrong temperature would not show.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sortedrl.engines.conformance import NonConforming, Rollout, expect, logprob_gap
+from sortedrl.engines.conformance import NonConforming, RolloutDriver, expect, logprob_gap
 from sortedrl.engines.generation import RolloutEngine, fresh_trajectories
 from sortedrl.engines.installed import KINDS, Kind
 from sortedrl.engines.sampling import Sampling
@@ -70,7 +70,7 @@ Stage = Callable[[str], None]
 
 def main(arguments: Sequence[str]) -> int:
     """Test the engine that the arguments name."""
-    # So small a model is slower on several threads.
+    # A model this small is slower on several threads.
     torch.set_num_threads(1)
     with _own_output() as output:
         try:
@@ -87,7 +87,7 @@ def _engine(kind: Kind) -> Verdict:
     device = default_device()
     dtype = default_dtype(device)
     with TemporaryDirectory() as folder:
-        _stage("making a tiny model")
+        _stage("creating a tiny model")
         models = made_pair(device=device, dtype=dtype)
         write_model(models.before, Path(folder))
         _stage("starting the engine")
@@ -110,7 +110,7 @@ def _server(url: str) -> Verdict:
             engine.close()
 
 
-def _verdict(engine: RolloutEngine, figures: Figures) -> Verdict:
+def _verdict(engine: RolloutEngine, figures: Measurements) -> Verdict:
     return Verdict(
         reason=None,
         name=engine.name,
@@ -132,7 +132,7 @@ def _stage(what: str) -> None:
 
 @contextmanager
 def _own_output() -> Iterator[int]:
-    """Standard output for the verdict alone: whatever else is printed goes to standard error."""
+    """Reserve standard output for the verdict: other output goes to standard error."""
     output = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
@@ -187,7 +187,7 @@ def start_engine(
 
 
 def connected_engine(url: str, *, vocabulary: int, weights_folder: Path) -> RolloutEngine:
-    """A running server; nothing is written to the folder for weights."""
+    """A running server; nothing is written to the weights folder."""
     required = ServerRequirements(
         vocabulary=vocabulary, context=CONTEXT, temperature=SAMPLING.temperature
     )
@@ -236,7 +236,7 @@ def made_pair(*, device: torch.device, dtype: torch.dtype) -> Pair:
 
 
 def write_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model and its tokenizer as a folder that every engine reads."""
+    """Write a model and its tokenizer as a folder that every engine can load."""
     with without_bars():
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
@@ -254,18 +254,18 @@ def _made(seed: int, *, device: torch.device, dtype: torch.dtype) -> PreTrainedM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class Measurements:
     """Measurements of a self-test."""
 
     tokens_per_second: float
     largest_gap: float | None
 
 
-def check(engine: RolloutEngine, models: Pair, *, stage: Stage) -> Figures:
-    """Test an engine that has the model as it is before the update."""
+def check(engine: RolloutEngine, models: Pair, *, stage: Stage) -> Measurements:
+    """Test an engine that has the model before the update."""
     stage("generating answers")
     first, new = engine.version, engine.version + 1
-    rollout = Rollout(engine)
+    rollout = RolloutDriver(engine)
 
     def hand_over() -> None:
         stage("loading new weights")
@@ -292,30 +292,32 @@ def check(engine: RolloutEngine, models: Pair, *, stage: Stage) -> Figures:
         f"pass with them (at most {most:g}): it uses other weights, or a stale cache",
     )
     gap_greedy = _check_greedy(greedy, models.after, most=most)
-    return Figures(
+    return Measurements(
         tokens_per_second=rollout.decoded_tokens / rollout.seconds,
         largest_gap=max(gap, gap_after, gap_greedy),
     )
 
 
-def check_as_it_is(engine: RolloutEngine, *, vocabulary: int, stage: Stage) -> Figures:
-    """Test an engine whose weights are unknown and must stay."""
+def check_as_it_is(engine: RolloutEngine, *, vocabulary: int, stage: Stage) -> Measurements:
+    """Test an engine whose weights are unknown and must not change."""
     stage("generating answers")
-    rollout = Rollout(engine)
+    rollout = RolloutDriver(engine)
     versions = (engine.version, engine.version)
     _written(engine, rollout, vocabulary=vocabulary, between=lambda: None, versions=versions)
-    return Figures(tokens_per_second=rollout.decoded_tokens / rollout.seconds, largest_gap=None)
+    return Measurements(
+        tokens_per_second=rollout.decoded_tokens / rollout.seconds, largest_gap=None
+    )
 
 
 def _written(
     engine: RolloutEngine,
-    rollout: Rollout,
+    rollout: RolloutDriver,
     *,
     vocabulary: int,
     between: Callable[[], None],
     versions: tuple[int, int],
 ) -> list[Trajectory]:
-    """Complete answers that were interrupted, checked in everything that needs no model."""
+    """Generate complete answers with interruptions, and check everything that needs no model."""
     answers: list[Trajectory] = []
     for attempt in range(_INTERRUPTIONS):
         finished, stopped = _interrupted(engine, rollout, vocabulary=vocabulary, attempt=attempt)
@@ -333,8 +335,8 @@ def _written(
             break
     else:
         raise NonConforming(
-            f"it was interrupted {_INTERRUPTIONS} times, but never gave back an answer that was "
-            "begun and not complete"
+            f"it was interrupted {_INTERRUPTIONS} times, but never returned an answer that was "
+            "started and incomplete"
         )
     for answer in answers:
         _check_complete(answer, vocabulary=vocabulary)
@@ -347,7 +349,7 @@ def _written(
 
 
 def _interrupted(
-    engine: RolloutEngine, rollout: Rollout, *, vocabulary: int, attempt: int
+    engine: RolloutEngine, rollout: RolloutDriver, *, vocabulary: int, attempt: int
 ) -> tuple[list[Trajectory], list[Trajectory]]:
     """Answers that were complete when the engine was stopped, and those that were not."""
     prompts = _prompts(_PROMPTS, vocabulary)
@@ -358,7 +360,7 @@ def _interrupted(
 
 
 def _written_greedily(engine: RolloutEngine, models: Pair) -> list[Trajectory]:
-    greedy = Rollout(engine)
+    greedy = RolloutDriver(engine)
     prompts = _prompts(_GREEDY_PROMPTS, models.vocabulary)
     greedy.submit(
         fresh_trajectories(prompts, samples_per_prompt=1, seed=1),
@@ -412,7 +414,7 @@ def _check_greedy(answers: Sequence[Trajectory], model: PreTrainedModel, *, most
         text = [*answer.prompt.tokens, *answer.tokens]
         after = len(answer.prompt.tokens)
         plain_T = plain_logprobs(model, text, after=after)
-        # Rounding may decide between two tokens that are almost equal.
+        # Rounding may decide between two almost equal tokens.
         short_T = best_logprobs(model, text, after=after) - plain_T
         expect(
             short_T.max().item() <= most,

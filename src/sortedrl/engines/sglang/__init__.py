@@ -1,1 +1,1 @@
-"""SGLang as an engine: in processes of our own, or behind the URL of a running server."""
+"""SGLang as an engine: in our own processes, or behind the URL of a running server."""

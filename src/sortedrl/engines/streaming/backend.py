@@ -2,12 +2,12 @@
 
     request -> deltas of tokens -> the last delta says how the stream ended
 
-A backend keeps no state about answers: it passes on what the external engine sends, in order. The
+A backend keeps no state about answers: it forwards what the external engine sends, in order. The
 `StreamedEngine` above it knows the trajectory, the version of the weights and the cached tokens.
 
-The streams run on an event loop in a thread of its own, which only fills an inbox; the caller reads
-it. A stream exists from its start until its end was read, so nothing is lost; the content of its
-last event is `None`, or the error that ended it.
+Streams run on an event loop in a separate thread, which only fills an inbox that the caller reads.
+A stream exists until its end was read, so nothing is lost; the content of its last event is `None`,
+or the error that ended it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class GenerationRequest:
     tokens: Sequence[int]
     """The prompt and the tokens of the answer so far."""
     max_tokens: int
-    """New tokens at most; at least 1."""
+    """Maximum number of new tokens; at least 1."""
     stop_tokens: frozenset[int]
     """Tokens that end the answer and belong to it; the model's own stop tokens do not count."""
     sampling: Sampling
     priority: int
-    """Lower goes first."""
+    """Lower values go first."""
     seed: int | None = None
     """The same seed gives the same tokens from the same weights; `None` for any."""
 
@@ -75,7 +75,7 @@ class BackendLimits:
     vocabulary: int
     """Token ids lie below."""
     no_seeds: str | None = None
-    """Why the seed of a request has no effect; `None` where it has."""
+    """Why the seed of a request has no effect; `None` if it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +83,14 @@ class ServerRequirements:
     """What a run needs of a running server."""
 
     vocabulary: int
-    """Tokens of the model that is trained."""
+    """Vocabulary size of the trained model."""
     context: int
-    """Tokens of prompt and answer together, at least."""
+    """Minimum context: prompt and answer tokens."""
     temperature: float
     slots: int | None = None
     """`None` for those that the server was started with."""
     needs_seeds: bool = False
-    """Whether every answer has a seed of its own (mode redraw)."""
+    """Whether every answer has its own seed (mode redraw)."""
 
 
 class Backend(Protocol):
@@ -120,12 +120,12 @@ class Backend(Protocol):
         """
 
     async def score(self, tokens: Sequence[int], *, start: int) -> list[float]:
-        """Log-probabilities at temperature 1 of the tokens from `start` on; nothing is written."""
+        """Log-probabilities at temperature 1 of the tokens from `start` on, without generating."""
 
     async def sleep(self) -> bool:
-        """Free the GPU memory of weights and cache, where it was opened for that; it is idle.
+        """Free the GPU memory of weights and cache, if opened for that; it must be idle.
 
-        Returns whether the weights are dropped, and `load_weights` must come next.
+        Returns whether the weights were dropped, so that `load_weights` must come next.
         """
 
     async def close(self) -> None:
@@ -177,7 +177,7 @@ class EventLoop:
             self.call(others_end(), seconds=seconds)
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread."""
+        """Cancel what is running, and end the thread."""
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -224,7 +224,7 @@ class Streams:
         try:
             self._loop.call(open_backend())
         except BaseException:
-            # Who waits for it may be interrupted; what it starts meanwhile must not be left behind.
+            # The waiting caller may be interrupted; what is started meanwhile must not be leaked.
             self._loop.finish(seconds=_OPEN_SECONDS)
             for backend in opened:
                 self._loop.call(backend.close(), seconds=_CLOSE_SECONDS)
@@ -233,7 +233,7 @@ class Streams:
         (self.backend,) = opened
 
     def __len__(self) -> int:
-        """Streams that run, or whose end was not read yet."""
+        """Streams that are running, or whose end has not been read."""
         return len(self._running)
 
     def start(self, request: GenerationRequest) -> None:

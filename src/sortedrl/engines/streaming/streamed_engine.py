@@ -2,9 +2,9 @@
 
     trajectories -> requests -> backend, on its own event loop -> deltas -> trajectories
 
-The streams run in the background; everything else happens in the caller's thread. So an answer is
-in exactly one place: being generated, complete, or given back. Its tokens are those that were read
-from its stream, regardless of what happens to the engine meanwhile.
+Streams run in the background; everything else happens in the caller's thread, so an answer is in
+exactly one place: being generated, complete, or returned. Its tokens are those that were read from
+its stream, regardless of what happens to the engine in the meantime.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SILENCE_SECONDS = 900.0
 
 _NO_STOP_STRINGS = "it exchanges tokens, not text; use stop tokens"
 _NO_VERIFICATION = (
-    "an external engine samples with its own random numbers, so it cannot tell which cached tokens "
-    "the new weights would sample again; use mode partial (keeps them, with a correction) or "
-    "on_policy (samples anew), or the native engine, which has coupled mode"
+    "an external engine samples with its own random numbers, so cached tokens cannot be verified "
+    "under the new weights; use mode partial (keeps them, with a correction) or "
+    "on_policy (samples again), or the native engine, which has coupled mode"
 )
 _UNSEEDED = "it was opened to sample with its own random numbers (is_seeded)"
 # Engines keep seeds as signed 64-bit numbers.
@@ -142,9 +142,9 @@ class StreamedEngine:
         is_seeded: bool = False,
         silence_seconds: float = _SILENCE_SECONDS,
     ) -> None:
-        """Open the backend on an event loop of its own; its weights are those of `version`.
+        """Open the backend on its own event loop; its weights are those of `version`.
 
-        If `is_seeded`, every answer is drawn from a seed of its own, so the same weights draw it
+        If `is_seeded`, every answer is sampled from its own seed, so the same weights sample it
         again. An engine that has work but sends nothing for `silence_seconds` is lost.
         """
         self.version = version
@@ -182,7 +182,7 @@ class StreamedEngine:
 
     @property
     def slots(self) -> int:
-        """Answers generated at the same time; more can be submitted and will queue."""
+        """Answers generated at the same time; more can be submitted and are queued."""
         return self._streams.backend.limits.slots
 
     @property
@@ -224,10 +224,11 @@ class StreamedEngine:
         return Step(finished=tuple(finished), decoded_tokens=decoded, prefilled_tokens=prefilled)
 
     def interrupt(self) -> Sequence[Trajectory]:
-        """Stop, and give back every unfinished trajectory with its tokens so far.
+        """Stop, and return every unfinished trajectory with its tokens so far.
 
-        This works even if the engine is lost. An answer that was completed meanwhile comes back as
-        unfinished too: submitted again, it is complete at once.
+        This works even if the engine is lost. An answer completed meanwhile is returned as
+        unfinished
+        too: submitted again, it is complete at once.
         """
         stopped = [stopped.result() for stopped in self._stop()]
         complete, self._complete = self._complete, []
@@ -445,9 +446,9 @@ def _written(trajectory: Trajectory, logprobs: Sequence[float]) -> list[float]:
 def _seed(trajectory: Trajectory) -> int:
     """The seed of a request for the rest of an answer.
 
-    Some engines key their noise by position, others by the number of tokens drawn for a request. So
-    a request that continues an answer has another seed than the one that began it: it never meets
-    the noise of the first tokens again.
+    Some engines key their noise by position, others by the number of tokens sampled for a request.
+    A request that continues an answer therefore has another seed than the one that started it: it
+    never reuses the noise of the first tokens.
     """
     key = mix(trajectory.seed, trajectory.attempt, trajectory.num_tokens)
     return key >> (64 - _SEED_BITS)

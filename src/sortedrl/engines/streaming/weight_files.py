@@ -1,7 +1,7 @@
 """Weights for an engine in another process: a folder per version, with one safetensors file.
 
 The folder of a version is complete as soon as it exists under its name; older versions are removed.
-`refuse_other_model` checks that an external engine has the model that is trained.
+`refuse_other_model` checks that an external engine has the trained model.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def export_weights(weights: Weights, folder: Path) -> Path:
 
 
 class WeightFolder:
-    """A folder through which servers get weights; several may share it, from several threads.
+    """A folder through which servers get weights; several servers and threads may share it.
 
-    The first one that asks for a version writes it, and the others read the same files.
+    The first one that requests a version writes it, and the others read the same files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,11 +66,11 @@ class WeightFolder:
 
     @classmethod
     def of(cls, folder: Path | WeightFolder) -> WeightFolder:
-        """The folder itself, or one of its own for a path."""
+        """The folder itself, or a new one for a path."""
         return folder if isinstance(folder, WeightFolder) else cls(folder)
 
     def export(self, weights: Weights) -> Path:
-        """The folder that holds these weights."""
+        """Write these weights if necessary; returns their folder."""
         with self._writing:
             if self._written is None or self._written[0] is not weights:
                 self._written = None
@@ -78,7 +78,7 @@ class WeightFolder:
             return self._written[1]
 
     def remove(self) -> None:
-        """Remove what was written, if no other server has done so."""
+        """Remove what was written, unless another server has done so."""
         with self._writing:
             self._written = None
             remove_exported(self.path)
@@ -105,10 +105,9 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
 
 
 def weight_buckets(weights: Weights, *, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The same in buckets of about so many bytes, one tensor in each at least.
+    """The same in buckets of about `bucket_bytes`, with at least one tensor each.
 
-    Tensors that arrive one after the other are asked for as a bucket is filled, so that no more
-    than a bucket of them is held here.
+    Lazy tensors are requested as a bucket is filled, so that no more than one bucket is in memory.
     """
     sized = ((pair, pair[1].nbytes) for pair in _untied(weights))
     return map(dict, in_buckets(sized, max_bytes=bucket_bytes))
@@ -127,7 +126,7 @@ def _untied(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_bucket(tensors: Mapping[str, Tensor], folder: Path) -> Path:
-    """One bucket as a file in `folder`, which is made if it is not there."""
+    """Write one bucket as a file in `folder`, which is created if missing."""
     path = folder / _WEIGHTS
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +139,7 @@ def write_bucket(tensors: Mapping[str, Tensor], folder: Path) -> Path:
 
 
 class WorkerScores(Protocol):
-    """An engine over workers, each of which scores answers with its own weights."""
+    """An engine over workers that each score answers with their own weights."""
 
     def scores(
         self, trajectories: Sequence[Trajectory]
@@ -182,7 +181,7 @@ def refuse_other_model(
 
 
 def trial_row(prompt: Sequence[int], number: int) -> Trajectory:
-    """The second half of a prompt as if it were an answer to the first, for a comparison."""
+    """A comparison row: the second half of a prompt as the answer to the first."""
     half = max(1, len(prompt) // 2)
     answer = tuple(prompt[half : half + _TOKENS]) or tuple(prompt[:1])
     return Trajectory(
@@ -197,7 +196,7 @@ def trial_row(prompt: Sequence[int], number: int) -> Trajectory:
 def refuse_other_scores(
     engine: WorkerScores, rows: Sequence[Trajectory], expected: Sequence[Sequence[float]]
 ) -> None:
-    """Refuse workers whose log-probabilities of these rows are not those of the trainer."""
+    """Refuse workers whose log-probabilities of these rows differ from those of the trainer."""
     for name, scores in engine.scores(rows).items():
         if scores is None:
             continue
@@ -212,7 +211,7 @@ def refuse_other_scores(
 def _refuse_gap(name: str, gap: float) -> None:
     if not gap <= MOST_NATS:
         raise EngineError(
-            f"{name} must have the model that is trained, but its log-probabilities are "
+            f"{name} must have the trained model, but its log-probabilities are "
             f"{gap:.2g} nats off on average (at most {MOST_NATS}): another model, another "
             "precision, or log-probabilities of another temperature; start it with the same model"
         )

@@ -1,1 +1,1 @@
-"""vLLM as an engine: in a process of our own, or behind the URL of a running server."""
+"""vLLM as an engine: in our own process, or behind the URL of a running server."""

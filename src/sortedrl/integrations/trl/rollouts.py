@@ -41,7 +41,7 @@ from sortedrl.core.scheduler import Scheduler
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.integrations.trl.conversations import ToolConversations
-from sortedrl.simulate.lengths import Stretch, written_lengths
+from sortedrl.simulate.lengths import LengthObservation, written_lengths
 from sortedrl.types import Key, Prompt, TrainBatch, Trajectory
 
 _SAMPLED_ROWS = 256
@@ -138,8 +138,8 @@ class LengthWindow:
     def __init__(self) -> None:
         """Nothing seen yet."""
         self._attempts: dict[Key, int] = {}
-        self._last: dict[Key, Stretch] = {}
-        self._seen: deque[Stretch] = deque(maxlen=_WINDOW)
+        self._last: dict[Key, LengthObservation] = {}
+        self._seen: deque[LengthObservation] = deque(maxlen=_WINDOW)
         self._trained: deque[int] = deque(maxlen=_WINDOW)
 
     def __call__(self, event: Event) -> None:
@@ -152,7 +152,9 @@ class LengthWindow:
         elif isinstance(event, Finish | Interrupt):
             key = (event.prompt, event.sample)
             is_first = self._attempts[key] == 0
-            self._last[key] = Stretch(0, event.tokens, isinstance(event, Finish), is_first)
+            self._last[key] = LengthObservation(
+                0, event.tokens, isinstance(event, Finish), is_first
+            )
         elif isinstance(event, Update):
             for trained in event.trained:
                 key = (trained.prompt, trained.sample)

@@ -1,1 +1,1 @@
-"""What is wrong with a run's numbers, and what a change would gain on the same machine."""
+"""Finds problems in the numbers of a run, and predicts the gain of changes on the same machine."""

@@ -1,9 +1,9 @@
 """The diagnosis of a run: symptoms, and remedies with the gain the simulator predicts.
 
-Every prediction is made by the simulator with costs fitted to this very run and its own lengths.
-How far it is from the run itself is part of the diagnosis.
-The simulator takes turns. Of updates that ran beside the rollout it knows what was waited for.
-Of the options of a proposal the mildest is taken that gains nearly as much as the best.
+Predictions come from the simulator, with the lengths of the run and costs fitted to it. The
+diagnosis includes how far the simulation is from the run itself.
+The simulator does not overlap updates with rollouts: an overlapped update costs its waiting time.
+Of the options of a proposal, the mildest that gains nearly as much as the best is used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from sortedrl.simulate.fit import fit
 from sortedrl.simulate.settings import Simulation
 
 LEAST_GAIN = 1.02
-# Where lengths are drawn and not replayed, smaller gains are within the spread of the draws.
+# Where lengths are sampled rather than replayed, smaller gains are within the sampling error.
 _LEAST_DRAWN_GAIN = 1.1
 _NEARLY_BEST = 0.99
 _ORDER: tuple[About, ...] = ("learning", "speed", "extrapolation", "memory", "note")
@@ -52,25 +52,25 @@ _ORDER: tuple[About, ...] = ("learning", "speed", "extrapolation", "memory", "no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What the numbers of a run say, and how far the simulator that says so can be trusted."""
+    """The findings of a run, and the accuracy of the simulator behind them."""
 
     reason: str | None = None
-    """Why nothing could be predicted; `None` where it could."""
+    """Why nothing could be predicted; `None` if it could."""
     schedule: Schedule | None = None
     fit_error: float | None = None
     """Mean error of the fitted costs over an interval between two events."""
     measured: Forecast | None = None
     predicted: Forecast | None = None
-    """The run's own schedule, simulated as far as the log goes: to be held against `measured`."""
+    """The run's own schedule, simulated up to the end of the log; compare with `measured`."""
     idle: Idle = field(default_factory=Idle)
     advice: tuple[Advice, ...] = ()
-    """Best first: what the learning needs, then by gain, then what is not predicted."""
+    """In order: fixes for learning, then by gain, then advice without a prediction."""
     notes: tuple[str, ...] = ()
-    """What was tried and gains too little."""
+    """Changes that were tried and gain too little."""
 
     @property
     def error(self) -> float | None:
-        """How far the simulation is from the run, in trained tokens per second; 0 is exact."""
+        """Relative error of the simulation in trained tokens per second."""
         if self.measured is None or self.predicted is None:
             return None
         return gain_of(self.measured, self.predicted) - 1
@@ -99,20 +99,20 @@ class Diagnosis:
 
     @property
     def prediction_error(self) -> float:
-        """How far predictions are off on this run: in speed, or in the costs if that is more.
+        """Relative error of predictions for this run: of the speed, or of the costs if larger.
 
-        A smaller gain is not advised.
+        Smaller gains are not advised.
         """
         return max(abs(self.error or 0.0), self.fit_error or 0.0)
 
     @property
     def _is_off(self) -> bool:
-        """Whether the predictions are off by more than the least gain that is reported."""
+        """Whether the prediction error exceeds the least gain that is reported."""
         return self.prediction_error > LEAST_GAIN - 1
 
     @property
     def trust(self) -> str | None:
-        """How accurate the predictions are, as text; `None` where there are none."""
+        """The accuracy of the predictions as text; `None` if there are none."""
         if self.error is None or self.fit_error is None:
             return None
         text = (
@@ -135,10 +135,10 @@ def diagnose(
     rows: Sequence[Mapping[str, object]] = (),
     seed: int = 0,
 ) -> Diagnosis:
-    """Read a log and try what might help; settings that are not given are read off the log.
+    """Read a log and try changes; missing settings are derived from the log.
 
-    `rows` are the run's metrics, one for each update. A log that is too short gives a diagnosis
-    with a reason and no advice.
+    `rows` are the metrics of the run, one for each update. If the log is too short, the diagnosis
+    has a reason and no advice.
     """
     try:
         fitted = fit(events, name="the log")
@@ -155,7 +155,7 @@ def diagnose(
     run = measure(events).run
     ledger = run.ledger
     spent = seconds_spent(events, run)
-    # The simulator saves nothing, so the run is compared without the time it took to save.
+    # The simulator does not save, so saving time is not counted in the comparison.
     seconds = run.seconds - spent.saving
     measured = forecast(replace(run, seconds=seconds), trajectories=run.trajectories)
     forecaster = Forecaster(
@@ -193,7 +193,7 @@ def diagnose(
 
 
 def _in_turn(costs: Costs, events: Sequence[Event]) -> Costs:
-    """The costs with what was waited for an update, where updates ran beside the rollout."""
+    """The costs of updates as waiting time, if updates overlapped the rollout."""
     waited = [event.waited_seconds for event in events if isinstance(event, Landed)]
     if not waited:
         return costs
@@ -201,9 +201,9 @@ def _in_turn(costs: Costs, events: Sequence[Event]) -> Costs:
 
 
 def _step_share(costs: Costs, observed: ObservedAnswers) -> float:
-    """Share of a decode step of full slots that does not grow with the answers in it."""
+    """Share of a full decode step that does not depend on the number of running answers."""
     lengths = [tokens for tokens, _ in observed.lengths.values()]
-    # A long answer is met more often in a slot than a short one, on average half written.
+    # Length-biased sampling: long answers occupy slots longer, and are half done on average.
     written = sum(n * n for n in lengths) / max(1, 2 * sum(lengths))
     resident = written + sum(observed.prompts.values()) / len(observed.prompts)
     answer = costs.sequence_seconds + resident * costs.cached_token_seconds
@@ -218,7 +218,7 @@ def _times(gain: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One remedy: what shows that it is needed, what to change, what that gains and costs."""
+    """One remedy: its symptom, the change, its gain and its cost."""
 
     symptom: str
     remedy: str
@@ -226,27 +226,27 @@ class Advice:
     cost: str
     about: About
     before: Forecast | None = None
-    """The run as it is, simulated; `None` where the remedy is not predicted."""
+    """The run as it is, simulated; `None` if there is no prediction."""
     after: Forecast | None = None
-    """The run with the changes, simulated."""
+    """The run with the change, simulated."""
     error: float = 0.0
-    """How far the simulation is off where it can be checked, as a share: on the run as it is."""
+    """Relative error of the simulation, measured on the run as it is."""
 
     @property
     def is_beyond_error(self) -> bool:
-        """Whether the predicted change in speed is larger than the prediction's own error."""
+        """Whether the predicted change in speed exceeds the prediction error."""
         return self.gain is not None and abs(self.gain - 1) > self.error
 
     @property
     def gain(self) -> float | None:
-        """Trained tokens per second of everything, after over before; `None`: not predicted."""
+        """Speedup in trained tokens per second of the whole run; `None`: not predicted."""
         if self.before is None or self.after is None:
             return None
         return gain_of(self.before, self.after)
 
 
 class Forecaster:
-    """Tries proposals on the simulation of a run; each setting is simulated once."""
+    """Tries proposals in the simulation of a run; each setting is simulated once."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class Forecaster:
     ) -> None:
         """Simulate the run as it is, and compare it with what was measured.
 
-        Forecasts are for this many trained trajectories; `fit_error` is that of the fitted costs.
+        Forecasts are for `trajectories` trained ones; `fit_error` is that of the fitted costs.
         """
         self._simulation = simulated_run.simulation
         self._least_gain = (
@@ -276,7 +276,7 @@ class Forecaster:
         self.error = max(abs(gain_of(measured, self.compared) - 1), fit_error)
 
     def advise(self, tried: Sequence[Proposal]) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
-        """The proposals that help as advice, best first, and notes on those that do not."""
+        """Advice for the proposals that help, best first, and notes on the others."""
         advice: list[Advice] = []
         notes: list[str] = []
         for proposal in tried:
@@ -316,7 +316,7 @@ class Forecaster:
         return next((a for a in options if (a.gain or 0) >= _NEARLY_BEST * best), None)
 
     def _try(self, proposal: Proposal, changes: Changes) -> Advice | None:
-        """The proposal with what these changes give; `None` where they do not fit the rest."""
+        """Advice for one set of changes; `None` if they conflict with other settings."""
         try:
             simulation = changed(self._simulation, changes)
         except ConfigError:
@@ -348,7 +348,7 @@ class Forecaster:
 
 
 def changed(simulation: Simulation, changes: Changes) -> Simulation:
-    """The simulation with dotted settings of schedule and engine in place of its own."""
+    """Replace dotted settings of schedule and engine."""
     parts: dict[str, dict[str, Any]] = {"schedule": {}, "engine": {}}
     for name, value in changes.items():
         section, _, setting = name.partition(".")
@@ -361,7 +361,7 @@ def changed(simulation: Simulation, changes: Changes) -> Simulation:
 
 
 def _written(changes: Changes) -> str:
-    """The changes as lines of a config."""
+    """The changes as lines of a config file."""
     parts = []
     for name, value in changes.items():
         text = f'"{value}"' if isinstance(value, str) else str(value)
@@ -370,7 +370,7 @@ def _written(changes: Changes) -> str:
 
 
 def _price(before: Forecast, after: Forecast) -> list[str]:
-    """What changes besides the speed, as sentences."""
+    """Side effects of the change, as sentences."""
     sentences = []
     if max(before.mean_staleness, after.mean_staleness) >= 0.05:
         sentences.append(
@@ -390,7 +390,7 @@ def _price(before: Forecast, after: Forecast) -> list[str]:
 
 
 def gain_of(before: Forecast, after: Forecast) -> float:
-    """Trained tokens per second of everything, after over before."""
+    """Speedup in trained tokens per second of the whole run."""
     if not before.trained_per_second:
         return 1.0
     return after.trained_per_second / before.trained_per_second

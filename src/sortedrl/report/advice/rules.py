@@ -1,6 +1,6 @@
-"""The rules: what numbers are a symptom, and which settings are worth a try.
+"""Rules that map symptoms in the numbers to settings worth trying.
 
-A rule reads the findings and proposes; whether a proposal helps is for the simulator to say.
+A rule reads the findings and makes proposals; the simulator decides whether they help.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from sortedrl.evaluation.tables import percent
 from sortedrl.report.advice.simulation import Forecast, Idle
 
 Changes = Mapping[str, object]
-"""Settings by their dotted name; `None` leaves a setting out."""
+"""Settings by dotted name; `None` removes a setting."""
 About = Literal["learning", "speed", "extrapolation", "memory", "note"]
-"""learning: worth its price in speed. speed: only worth its gain. extrapolation: a gain beyond what
-the run has shown. memory: worth it at no gain. note: not predicted."""
+"""learning: worth its price in speed. speed: only worth its gain. extrapolation: a gain outside the
+range that the run has shown. memory: worth it without a gain. note: not predicted."""
 
 _BUBBLE = 0.02
 _MOST = 0.5
@@ -29,25 +29,25 @@ _UPDATE_SHARE = 0.4
 _STEP_SHARE = 0.4
 _SAVING_SHARE = 0.1
 
-_COUPLED = "Every token stays on-policy; resumed answers are prefilled again."
+_COUPLED = "Every token stays on-policy; resumed answers need another prefill."
 _PARTIAL = "Tokens of older weights are trained on, so the correction must stay on."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A symptom, and options of one remedy: the mildest first."""
+    """A symptom, and options for one remedy, mildest first."""
 
     symptom: str
     options: tuple[Changes, ...] = ()
     cost: str
     about: About = "speed"
     remedy: str | None = None
-    """Where it cannot be said as changes."""
+    """Text of the remedy, if it is not a change of settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The run's settings and its measured numbers."""
+    """The settings of the run and its measured numbers."""
 
     schedule: Schedule
     engine: EngineSettings
@@ -56,24 +56,24 @@ class Findings:
     idle: Idle
     num_prompts: int
     is_group_known: bool
-    """Whether `schedule.group_prompts` is the run's own, or a guess."""
+    """Whether `schedule.group_prompts` is known rather than guessed."""
     truncated_share: float
     """Share of the answers that ended at the token limit."""
     update_seconds: float
     """Mean seconds of an update."""
     update_share: float
-    """Share of the time that went to updates and weight syncs; saving is not counted."""
+    """Share of the time spent on updates and weight syncs, without saving."""
     saving_share: float
-    """Share of all seconds that went to saving checkpoints and logs."""
+    """Share of the time spent on saving checkpoints and logs."""
     sample_size: float | None
-    """Effective sample size as a share, over the later half of the updates; `None`: not logged."""
+    """Effective sample size as a share, over the last half of the updates; `None`: not logged."""
     is_mismatch_measured: bool
     step_share: float
-    """Share of a decode step of full slots that does not grow with the answers in it."""
+    """Share of a full decode step that does not depend on the number of running answers."""
 
 
 def mean_sample_size(rows: Sequence[Mapping[str, object]]) -> float | None:
-    """The effective sample size over the later half of the updates."""
+    """The effective sample size over the last half of the updates."""
     sizes = [row.get("correction/ess") for row in rows]
     known = [float(size) for size in sizes if isinstance(size, int | float)]
     later = known[len(known) // 2 :]
@@ -81,7 +81,7 @@ def mean_sample_size(rows: Sequence[Mapping[str, object]]) -> float | None:
 
 
 def proposals(found: Findings) -> Iterator[Proposal]:
-    """Everything worth a try, in no order."""
+    """Everything worth trying, in no particular order."""
     for rule in (_sample_size, _tail, _not_sorted, _discarded, _never_full, _updates, _more_slots):
         yield from rule(found)
     yield from _truncated(found)
@@ -96,7 +96,7 @@ def _tail(found: Findings) -> Iterator[Proposal]:
         return
     yield Proposal(
         symptom=f"{percent(found.measured.bubble)} of the slot-seconds of the rollout were idle, "
-        f"and {percent(idle.tail_share)} of these in the tail of a group: no work was waiting "
+        f"and {percent(idle.tail_share)} of these in the tail of a group: nothing was waiting "
         "while its last long answers ran.",
         options=tuple({"schedule.lookahead": ahead + more} for more in (1, 2)),
         cost="More groups are open at a time, so an answer may wait through more updates.",
@@ -104,7 +104,7 @@ def _tail(found: Findings) -> Iterator[Proposal]:
 
 
 def _not_sorted(found: Findings) -> Iterator[Proposal]:
-    """Slots wait for the longest answer of a batch: train on what is complete."""
+    """Slots wait for the longest answer of a batch: train on complete ones."""
     schedule, idle = found.schedule, found.idle
     if schedule.strategy == "sorted" or found.measured.bubble < _BUBBLE:
         return
@@ -127,14 +127,14 @@ def _not_sorted(found: Findings) -> Iterator[Proposal]:
             symptom=symptom,
             options=(to_sorted, *({**to_sorted, "schedule.lookahead": n} for n in (1, 2))),
             cost=f"{_mode_cost(found, mode)} Short answers are trained on before long ones. "
-            "Each freed slot is refilled by its own prefill; many small prefills may cost more "
+            "Each freed slot is refilled with its own prefill; many small prefills may cost more "
             "than the large ones of this run.",
             about="extrapolation" if schedule.never_interrupts else "speed",
         )
 
 
 def _discarded(found: Findings) -> Iterator[Proposal]:
-    """Work is discarded: keep it."""
+    """Tokens are discarded: keep them."""
     schedule, share = found.schedule, found.discarded_per_trained
     if share < _DISCARDED_PER_TRAINED or schedule.never_interrupts:
         return
@@ -165,23 +165,23 @@ def _discarded(found: Findings) -> Iterator[Proposal]:
 
 
 def _sample_size(found: Findings) -> Iterator[Proposal]:
-    """Stale tokens carry little weight: train on fresher ones, at some price in speed."""
+    """Stale tokens have little weight: train on fresher ones, at some cost in speed."""
     size, schedule, oldest = found.sample_size, found.schedule, found.measured.max_staleness
     if size is None or size >= _LOW_SAMPLE_SIZE:
         return
-    symptom = f"The effective sample size is {percent(size)} of what was trained on"
+    symptom = f"The effective sample size is {percent(size)} of the trained tokens"
     if oldest == 0:
         yield Proposal(
             symptom=f"{symptom}, although no token is stale.",
-            remedy="Make engine and trainer agree: check gap/mean, and the precision of the "
+            remedy="Reduce the engine-trainer mismatch: check gap/mean, and the precision of the "
             "rollout weights and the logits.",
-            cost="Not related to the schedule.",
+            cost="None; not related to the schedule.",
             about="note",
         )
         return
     symptom += (
-        f", with tokens {found.measured.mean_staleness:.1f} versions old on average and "
-        f"{oldest} at most."
+        f", with tokens {found.measured.mean_staleness:.1f} versions stale on average and "
+        f"at most {oldest}."
     )
     if schedule.mode == "partial" and not schedule.never_interrupts:
         yield Proposal(
@@ -203,7 +203,7 @@ def _sample_size(found: Findings) -> Iterator[Proposal]:
 
 
 def _never_full(found: Findings) -> Iterator[Proposal]:
-    """More slots than there is work for: load more, or have fewer."""
+    """More slots than work: load more prompts, or use fewer slots."""
     idle, schedule, slots = found.idle, found.schedule, found.engine.slots
     if idle.full_share >= _SELDOM_FULL or not idle.peak:
         return
@@ -230,7 +230,7 @@ def _never_full(found: Findings) -> Iterator[Proposal]:
 
 
 def _updates(found: Findings) -> Iterator[Proposal]:
-    """Most of the time is not rollout: make fewer updates."""
+    """Little of the time is rollout: make fewer updates."""
     schedule, share = found.schedule, found.update_share
     if share < _UPDATE_SHARE:
         return
@@ -246,16 +246,16 @@ def _updates(found: Findings) -> Iterator[Proposal]:
         )
     yield Proposal(
         symptom=f"{percent(share)} of the time went to updates and weight syncs, "
-        f"{found.update_seconds:.2g} s for an update.",
+        f"{found.update_seconds:.2g} s per update.",
         options=tuple(options),
         cost="Fewer and larger updates for the same answers.",
     )
 
 
 def _more_slots(found: Findings) -> Iterator[Proposal]:
-    """A step costs about the same with more answers in it: write more at a time.
+    """A step hardly gets slower with more answers: generate more at a time.
 
-    Not where interrupted answers are redrawn: more slots then throw more away.
+    Not if interrupted answers are resampled: more slots would then discard more.
     """
     is_redrawn = found.schedule.mode in ("on_policy", "redraw")
     if is_redrawn and not found.schedule.never_interrupts:
@@ -267,14 +267,14 @@ def _more_slots(found: Findings) -> Iterator[Proposal]:
         symptom=f"All {slots} slots were busy in {percent(found.idle.full_share)} of the rollout, "
         f"and {percent(found.step_share)} of the step time does not depend on how many are.",
         options=({"engine.slots": 2 * slots},),
-        cost="The KV cache must have room for them. The costs were fitted with fewer answers "
-        "at a time, and a compute-bound device gains less.",
+        cost="The KV cache must hold them. The costs were fitted with fewer concurrent answers, "
+        "and a compute-bound device gains less.",
         about="extrapolation",
     )
 
 
 def _truncated(found: Findings) -> Iterator[Proposal]:
-    """Answers are cut off at the limit: say so."""
+    """Answers are truncated: report it."""
     if found.truncated_share < _TRUNCATED:
         return
     yield Proposal(
@@ -282,13 +282,13 @@ def _truncated(found: Findings) -> Iterator[Proposal]:
         f"{found.engine.max_tokens:,} tokens.",
         remedy="Raise engine.max_tokens, if these answers would finish on their own.",
         cost="Not predicted: the log does not show how long they would become. They would lengthen "
-        "the tail and take more KV cache.",
+        "the tail and need more KV cache.",
         about="note",
     )
 
 
 def _saving(found: Findings) -> Iterator[Proposal]:
-    """Checkpoints take a good part of the time: save less often."""
+    """Checkpoints take a large share of the time: save less often."""
     if found.saving_share < _SAVING_SHARE:
         return
     yield Proposal(
@@ -300,9 +300,9 @@ def _saving(found: Findings) -> Iterator[Proposal]:
 
 
 def _to_mode(found: Findings, mode: ModeName) -> dict[str, object]:
-    """The change of mode, without the settings that the new mode does not take."""
+    """The change of mode, without settings that the new mode does not accept."""
     changes: dict[str, object] = {}
-    # Where nothing is interrupted the present mode says nothing, so it is spelt out.
+    # If nothing is interrupted, the current mode has no effect, so the new one is always named.
     if mode != found.schedule.mode or found.schedule.never_interrupts:
         changes["schedule.mode"] = mode
     if mode != "coupled" and found.schedule.tolerance is not None:
@@ -318,6 +318,6 @@ def _mode_cost(found: Findings, mode: ModeName) -> str:
     if found.is_mismatch_measured:
         return _COUPLED
     return (
-        f"{_COUPLED} How many cached tokens survive an update is assumed (fp32 weights); "
+        f"{_COUPLED} The survival rate of cached tokens is assumed (fp32 weights); "
         "rollout weights in bf16 lose more."
     )

@@ -1,17 +1,17 @@
-"""What a log shows of its run, and the run as a simulation: its costs, lengths and prompts.
+"""Reconstructs a run from its log as a simulation: costs, lengths and prompts.
 
-Idle slot-seconds of the rollout fall into three places that add up to all of them:
-`tail`, when nothing waited though more prompts were to come (the last long answers of a group);
-`ending`, when nothing waited after the last prompts of the data were loaded;
-`elsewhere`, when work waited that the strategy did not start.
-What a log does not show of a schedule keeps its default: a tolerance, a limit of restarts.
+Idle slot-seconds of the rollout are split into three kinds that add up to all of them:
+`tail`: nothing waited, but more prompts were to come (the last long answers of a group);
+`ending`: nothing waited after the last prompts of the data were loaded;
+`elsewhere`: trajectories waited that the strategy did not start.
+Settings that a log does not show keep their defaults, such as tolerance and max_restarts.
 
-In the simulation, where no answer was redrawn, the lengths are replayed answer by answer, so groups
-keep their easy and hard prompts and lengths may grow as the run learns. Where answers were redrawn,
-what was trained on is shorter than what the policy writes, so lengths are drawn from the estimate
-of `simulate.lengths` instead, and how alike redraws of a prompt are is chosen so that the simulated
-run trains on answers as long as the real one did. A long run is thinned to some of its groups,
-evenly spread.
+If no answer was resampled, the simulation replays the lengths answer by answer, so groups keep
+their easy and hard prompts, and lengths may grow as the run learns. If answers were resampled, the
+trained ones are shorter than what the policy generates, so lengths are sampled from the estimate of
+`simulate.lengths`; the similarity of resampled answers is then chosen so that the simulated run
+trains on answers as long as the real one did. A long run is thinned to some of its groups, evenly
+spread.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from sortedrl.core.meter import Figures, Meter
 from sortedrl.core.randomness import uniform
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import Costs, CostSettings
-from sortedrl.simulate.lengths import LengthSettings, Survival, stretches, written_lengths
+from sortedrl.simulate.lengths import LengthSettings, Survival, length_observations, written_lengths
 from sortedrl.simulate.settings import Simulation
 from sortedrl.types import Key
 
@@ -61,7 +61,7 @@ class ObservedAnswers:
     slots: int = 1
     is_ended: bool = False
     was_redrawn: bool = False
-    """Whether an answer was discarded and sampled again from new noise."""
+    """Whether any answer was discarded and sampled again with new noise."""
     num_prompts: int = 0
     num_trained: int = 0
     trained_tokens: int = 0
@@ -69,18 +69,18 @@ class ObservedAnswers:
     num_truncated: int = 0
     longest: int = 1
     prompts: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Tokens of each prompt by group and id, in the order in which they were first started."""
+    """Tokens of each prompt by group and id, in the order of their first start."""
     lengths: dict[tuple[int, int, int], tuple[int, bool]] = field(default_factory=dict)
-    """By group, prompt and sample: the tokens an answer last had, and whether it was complete."""
+    """By group, prompt and sample: the last number of tokens, and whether it was complete."""
     resumes: int = 0
     diverged: int = 0
     """Resumes that lost cached tokens."""
     survived_ages: int = 0
-    """Cached tokens that survived a resume, each as often as it was versions old."""
+    """Cached tokens that survived a resume, multiplied by the versions they were behind."""
 
     @property
     def mismatch_rate(self) -> float | None:
-        """Chance that a cached token is not kept, per token and version; `None`: too few seen."""
+        """Probability of rejecting a cached token, per token and version; `None`: too few seen."""
         if self.resumes < _LEAST_RESUMES or not self.survived_ages:
             return None
         return self.diverged / (self.survived_ages + self.diverged)
@@ -96,7 +96,7 @@ def observed_answers(events: Iterable[Event]) -> ObservedAnswers:
 
 @dataclass(slots=True)
 class _Submission:
-    """The last time an answer went to the engine."""
+    """The last time an answer was submitted to the engine."""
 
     group: int
     version: int
@@ -159,16 +159,16 @@ class _AnswerCounter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
-    """Idle slot-seconds of the rollout by place, and how full the slots were."""
+    """Idle slot-seconds of the rollout by kind, and slot occupancy."""
 
     tail: float = 0.0
     ending: float = 0.0
     elsewhere: float = 0.0
     rollout_seconds: float = 0.0
     full_seconds: float = 0.0
-    """Seconds of rollout with an answer in every slot."""
+    """Seconds of rollout with all slots busy."""
     peak: int = 0
-    """The most answers that ran at the same time."""
+    """Maximum number of answers running at the same time."""
 
     @property
     def total(self) -> float:
@@ -177,17 +177,17 @@ class Idle:
 
     @property
     def tail_share(self) -> float:
-        """Share of the idle slot-seconds that more work at hand would have filled."""
+        """Share of the idle slot-seconds that more waiting prompts would have filled."""
         return self.tail / self.total if self.total else 0.0
 
     @property
     def full_share(self) -> float:
-        """Share of the rollout with every slot busy."""
+        """Share of the rollout with all slots busy."""
         return self.full_seconds / self.rollout_seconds if self.rollout_seconds else 0.0
 
 
 def idle(events: Iterable[Event]) -> Idle:
-    """The idle slot-seconds of a log; an empty log has none."""
+    """The idle slot-seconds of a log."""
     slots, now = 1, None
     running = waiting = peak = 0
     is_rollout, is_ended = True, False
@@ -227,7 +227,7 @@ def idle(events: Iterable[Event]) -> Idle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondsSpent:
-    """The seconds of a run by what they were spent on; together they are all of them."""
+    """The seconds of a run by activity; they add up to all of them."""
 
     rollouts: float
     rewards: float
@@ -235,12 +235,12 @@ class SecondsSpent:
     updates: float
     weight_syncs: float
     saving: float
-    """Checkpoints and logs: what follows an update before anything else begins."""
+    """Checkpoints and logs: the time from an update to the next event."""
     rest: float
 
 
 def seconds_spent(events: Iterable[Event], run: Figures) -> SecondsSpent:
-    """Where the time of a run went; `run` has its totals."""
+    """Split the seconds of a run by activity; `run` has its totals."""
     waiting = updating = syncing = saving = 0.0
     before: Event | None = None
     for event in events:
@@ -255,7 +255,7 @@ def seconds_spent(events: Iterable[Event], run: Figures) -> SecondsSpent:
         if isinstance(before, Update | Landed) and not isinstance(event, Resume):
             saving += max(0.0, event.seconds - took - before.seconds)
         before = event
-    # Updates are timed with the wait for their rewards.
+    # The time of an update includes the wait for its rewards.
     updating = max(0.0, updating - waiting)
     known = run.rollout_seconds + waiting + updating + syncing + saving
     return SecondsSpent(
@@ -269,9 +269,9 @@ def seconds_spent(events: Iterable[Event], run: Figures) -> SecondsSpent:
 
 
 def observed_schedule(events: Sequence[Event]) -> Schedule | None:
-    """The schedule that wrote these events; `None` where too little has happened to tell.
+    """The schedule that wrote these events; `None` if the log is too short.
 
-    A group that the strategy does not use is taken as four update batches.
+    If the strategy does not use groups, a group is taken as four update batches.
     """
     begin = next((e for e in events if isinstance(e, Begin)), None)
     loads = [e for e in events if isinstance(e, Load) and e.prompts]
@@ -280,7 +280,7 @@ def observed_schedule(events: Sequence[Event]) -> Schedule | None:
         return None
     strategy, mode, lookahead = _named(begin.schedule)
     samples = max(1, loads[0].trajectories // loads[0].prompts)
-    # The last update takes what is left of the data, and any may take more than a batch.
+    # The last update takes the rest of the data, and any update may take more than a batch.
     batch = min(len(update.trained) for update in updates[:-1] or updates)
     prompts = max(load.prompts for load in loads)
     if not shows_group(strategy):
@@ -302,12 +302,12 @@ def observed_schedule(events: Sequence[Event]) -> Schedule | None:
 
 
 def shows_group(strategy: StrategyName) -> bool:
-    """Whether the loads of a log tell the size of a group."""
+    """Whether the loads of a log show the size of a group."""
     return strategy in ("sorted", "minibatch", "posthoc", "ungrouped")
 
 
 def _named(name: str) -> tuple[StrategyName, ModeName, int]:
-    """Strategy, mode and lookahead from the few letters of `Schedule.name`."""
+    """Parse `Schedule.name` into strategy, mode and lookahead."""
     rules, _, ahead = name.partition(" +")
     strategy, _, mode = rules.partition("/")
     if strategy not in get_args(StrategyName) or mode not in ("", *get_args(ModeName)):
@@ -320,7 +320,7 @@ def _named(name: str) -> tuple[StrategyName, ModeName, int]:
 
 
 def _unit(updates: Sequence[Update], samples: int) -> HarvestUnit:
-    """prompt, where no update has held some of a prompt's answers without the others."""
+    """`prompt` if no update had some of a prompt's answers without the others."""
     if samples == 1:
         return "trajectory"
     for update in updates:
@@ -331,7 +331,7 @@ def _unit(updates: Sequence[Update], samples: int) -> HarvestUnit:
 
 
 def _max_staleness(events: Sequence[Event], updates: Sequence[Update]) -> int | None:
-    """The oldest tokens trained on, where older ones were dropped."""
+    """The staleness of the oldest trained tokens, if older ones were dropped."""
     if not any(isinstance(event, Start) and event.dropped for event in events):
         return None
     return max(trained.staleness_max for update in updates for trained in update.trained)
@@ -344,28 +344,28 @@ _HALVINGS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a run was like, or would be like."""
+    """The measured or predicted numbers of a run."""
 
     bubble: float
     goodput: float
     """Trained tokens per second of rollout."""
     trained_per_second: float
-    """Trained tokens per second of everything."""
+    """Trained tokens per second of the whole run."""
     seconds: float
-    """To train as many answers as the run did; of a run, the seconds it took."""
+    """Time to train as many answers as the run did."""
     mean_length: float
     mean_staleness: float
     max_staleness: int
     discarded_share: float
     """Tokens discarded over tokens decoded."""
     rollout_share: float
-    """Share of the seconds in which answers are written."""
+    """Share of the time spent in rollouts."""
     updates: float
-    """For as many answers as the run trained on."""
+    """Updates for as many answers as the run trained on."""
 
 
 def forecast(figures: Figures, *, trajectories: int) -> Forecast:
-    """These figures, with seconds and updates in proportion to so many answers."""
+    """Scale seconds and updates of the figures to this many trajectories."""
     scale = trajectories / figures.trajectories if figures.trajectories else 1.0
     ledger = figures.ledger
     return Forecast(
@@ -385,9 +385,9 @@ def forecast(figures: Figures, *, trajectories: int) -> Forecast:
 def simulated(
     simulation: Simulation, *, trajectories: int, stop_after: int | None = None
 ) -> Forecast:
-    """What a simulation gives, by default at its end, or once `stop_after` are trained.
+    """Run a simulation, by default to its end, or until `stop_after` trajectories are trained.
 
-    Seconds and updates are in proportion to `trajectories`.
+    Seconds and updates are scaled to `trajectories`.
     """
     if stop_after is None:
         return forecast(simulate(simulation).metrics.run, trajectories=trajectories)
@@ -407,14 +407,14 @@ def simulated(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedRun:
-    """The simulation of a run."""
+    """The simulation that reproduces a run."""
 
     simulation: Simulation
     compared_trajectories: int | None
-    """After so many trained trajectories the simulation is where the log ends; `None`: at its own
+    """Trained trajectories after which the simulation is where the log ends; `None`: at its own
     end."""
     is_mismatch_measured: bool
-    """Whether the loss of cached tokens in coupled mode comes from this run."""
+    """Whether the loss of cached tokens in coupled mode is measured from this run."""
 
 
 def fitted_run(
@@ -426,8 +426,8 @@ def fitted_run(
     costs: Costs,
     seed: int,
 ) -> FittedRun:
-    """The run that wrote these events, on a virtual clock."""
-    survival = written_lengths(stretches(events))
+    """The run that wrote these events, as a simulation."""
+    survival = written_lengths(length_observations(events))
     places = _places(observed, schedule)
     lengths = LengthSettings(
         values=tuple(_values(observed, places, survival, schedule=schedule, seed=seed)),
@@ -454,10 +454,10 @@ def fitted_run(
 
 
 def _with_likeness(fitted: FittedRun, observed: ObservedAnswers) -> FittedRun:
-    """The fitted run with the share of the prompt in an answer's length, found by halving.
+    """Fit the share of the prompt in an answer's length, by bisection.
 
-    Redraws that resemble the answer they replace are as long again: the more alike they are, the
-    longer are the answers that end up in training.
+    Resampled answers resemble the ones they replace: the more similar they are, the longer are
+    the answers that are trained on.
     """
     mean = observed.trained_tokens / observed.num_trained
     low, high = 0.0, 1.0
@@ -476,9 +476,9 @@ def _with_likeness(fitted: FittedRun, observed: ObservedAnswers) -> FittedRun:
 
 
 def _places(observed: ObservedAnswers, schedule: Schedule) -> list[int]:
-    """The prompts to simulate, as places in the order of the run.
+    """The prompts to simulate, as positions in the order of the run.
 
-    A run in progress is given a few groups more, or there would be nothing to look ahead to.
+    A run in progress gets a few more groups, or there would be nothing to look ahead to.
     """
     size, count = schedule.group_prompts, observed.num_prompts
     if not observed.is_ended:
@@ -486,7 +486,7 @@ def _places(observed: ObservedAnswers, schedule: Schedule) -> list[int]:
     groups, most = -(-count // size), max(2, _MOST_TRAJECTORIES // schedule.group_trajectories)
     if groups <= most:
         return list(range(count))
-    # The last group may be smaller than the others and would count as often.
+    # Without the last group, which may be smaller but would count as much as the others.
     whole = count // size
     chosen = [int((number + 0.5) * whole / most) for number in range(most)]
     return [group * size + place for group in chosen for place in range(size)]
@@ -506,13 +506,13 @@ def _values(
     schedule: Schedule,
     seed: int,
 ) -> Iterator[int]:
-    """One length for each answer; those that the log does not hold are drawn."""
+    """One length for each answer; those missing from the log are sampled."""
     if observed.was_redrawn:
         yield from survival.sample_lengths(len(places) * schedule.samples_per_prompt)
         return
     prompts = list(observed.prompts)
     for place in places:
-        # Beyond what the run has started, its prompts are repeated.
+        # Prompts that the run has not started yet repeat earlier ones.
         group, prompt = prompts[place % len(prompts)]
         for sample in range(schedule.samples_per_prompt):
             tokens, is_finished = observed.lengths.get((group, prompt, sample), (0, False))

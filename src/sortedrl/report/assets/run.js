@@ -1,4 +1,4 @@
-// Starts the page: unpacks its data, shows the views, and asks for news where the page is served.
+// Starts the page: unpacks its data, shows the views, and polls for updates if the page is served.
 // A renewed page takes the place of the old one; what the reader has opened, chosen and scrolled to
 // stays. Needs browse.js, and the views of what the page holds.
 

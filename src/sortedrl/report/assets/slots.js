@@ -10,7 +10,7 @@ const SLOTS_CHOICES = [
   ["outcome", "by outcome"],
   ["length", "by length of the answer"],
   ["reward", "by reward"],
-  ["age", "by age when trained on"],
+  ["age", "by staleness"],
 ];
 const SLOTS_BANDS = ["idle", "update", "hand-over"];
 
@@ -113,7 +113,7 @@ function slotsBuild(view) {
   slotsStrip(view);
 }
 
-// What had the focus before the page was renewed has it again.
+// Restores the focus after the page was renewed.
 function slotsKeepFocus(view) {
   const controls = [...view.root.querySelectorAll("button, select, .slots-lanes")];
   if (view.state.focused >= 0 && document.activeElement === document.body) controls[view.state.focused]?.focus({ preventScroll: true });

@@ -40,7 +40,7 @@ function slotsRun(packed) {
   return run;
 }
 
-// Where each bar starts, ends, and from when on its tokens were thrown away later.
+// Where each bar starts, ends, and from when on its tokens were discarded later.
 function slotsTimes(run, bars) {
   const count = bars.gap.length;
   run.start = new Float64Array(count);

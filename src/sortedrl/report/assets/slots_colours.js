@@ -79,7 +79,7 @@ function slotsOutcomes(runs) {
   };
 }
 
-// The colours of the page, and the hatch of what was thrown away.
+// The colours of the page, and the hatch of discarded tokens.
 function slotsLook(view) {
   const style = getComputedStyle(view.root);
   const look = (name) => style.getPropertyValue(name).trim();

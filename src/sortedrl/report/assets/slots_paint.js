@@ -88,7 +88,7 @@ function slotsDrawBars(brush, look, run, { from, scale, spans, classes, names })
         if (isDiscarded ? !run.discarded[bar] : classes[bar] !== colour) continue;
         const x = ((isDiscarded ? run.cut[bar] : run.start[bar]) - from) * scale;
         const right = ((isDiscarded ? run.end[bar] : run.cut[bar]) - from) * scale;
-        // the thin gap that tells an answer from the next one
+        // the thin gap between one answer and the next
         const edge = right - x > 4 * ratio ? ratio * 0.75 : 0.15 * (right - x);
         context.fillRect(x, y, right - x - (isDiscarded || run.cut[bar] === run.end[bar] ? edge : 0), pitch - gap);
       }

@@ -52,7 +52,7 @@ function slotsUnpoint(view) {
   slotsDrawMarks(view);
 }
 
-// The pointed bar with the other stretches of its answer, and a stretch being marked.
+// The pointed bar with the other intervals of its answer, and a range being marked.
 function slotsDrawMarks(view) {
   const [from, to] = slotsWindow(view);
   for (const panel of view.panels) {
@@ -77,7 +77,7 @@ function slotsDrawAnswer(view, panel, { context, ratio, down, scale, from }) {
   context.strokeStyle = view.look.ink;
   context.lineWidth = 1.5 * ratio;
   let before = null;
-  for (const bar of slotsStretches(run, view.pointed.bar)) {
+  for (const bar of slotsIntervals(run, view.pointed.bar)) {
     const x = (run.start[bar] - from) * scale;
     const right = (run.end[bar] - from) * scale;
     const y = (slotsSlotOf(run, bar) - low) * pitch;

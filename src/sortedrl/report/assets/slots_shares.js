@@ -22,7 +22,7 @@ function slotsSettle(row, steps) {
   }
 }
 
-// Slot-seconds of each colour in equal cells of time, in cells; the last row is what was thrown away.
+// Slot-seconds of each colour in equal cells of time, in cells; the last row is discarded tokens.
 function slotsCells(run, classes, names, { from, to, cells, spans }) {
   const rows = Array.from({ length: names.length + 1 }, () => new Float64Array(cells));
   const steps = rows.map(() => new Float64Array(cells + 2));
@@ -53,7 +53,7 @@ function slotsBandCells(run, { from, to, cells }) {
   return rows;
 }
 
-// Sums from the run's start to the edge of each fine cell, so that any stretch is one difference.
+// Sums from the run's start to the edge of each fine cell, so that any interval is one difference.
 function slotsBins(run, classes, names) {
   const spans = Int32Array.of(0, run.start.length);
   const rows = slotsCells(run, classes, names, { from: 0, to: run.seconds || 1, cells: SLOTS_BINS, spans });

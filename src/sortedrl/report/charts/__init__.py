@@ -1,1 +1,1 @@
-"""Charts as SVG: a canvas, axes, and one module for each family of pictures."""
+"""SVG charts: a canvas with axes, and one module per family of charts."""

@@ -1,8 +1,8 @@
-"""Strategies and settings compared: bars of what each gives, and the Pareto front of cost and gain.
+"""Compares strategies and settings: a bar chart, and a Pareto chart of cost and gain.
 
-In the Pareto chart every setting is a dot: what it costs to the right, what it gives upwards.
-The front joins the settings that no other beats in both; what lies below its steps is beaten.
-Points of the front carry numbers, and a key below the chart names them.
+In the Pareto chart every setting is a dot: cost on the x axis, gain on the y axis. The front joins
+the settings that no other beats in both; those below its steps are dominated. Points on the front
+are numbered, and a key below the chart names them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.svg import Canvas, Frame, Scheme, round_marks, short
+from sortedrl.report.charts.svg import Canvas, PlotArea, Scheme, round_marks, short
 
 _WIDTH, _HEIGHT = 860, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78, 30, 50, 60
@@ -24,12 +24,12 @@ _NAMES = 176
 _COLUMN, _BETWEEN, _LABEL = 150, 21, 48
 _BARS_TOP, _PITCH, _GAP, _BARS_BOTTOM = 62, 20, 8, 14
 _FAIR = 0.1
-"""A length bias within this of 1 counts as none."""
+"""A length bias within this of 1 is shown as none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One candidate: lower `x` and higher `y` are better."""
+    """A setting; lower `x` and higher `y` are better."""
 
     x: float
     y: float
@@ -50,14 +50,14 @@ def pareto(
 ) -> str:
     """The points as one SVG, 860 pixels wide; values are 0 or more.
 
-    The key names the best choices, or all points where those are few and each of them matters.
-    Where it is cropped, axes need not begin at 0, if all values are far from it.
+    The key names the front, or with `names_all` all points. With `is_cropped`, axes need not start
+    at 0 if all values are far from it.
     """
     if not points:
         raise ValueError("a Pareto picture needs at least one point, got none")
     xs, ys = [point.x for point in points], [point.y for point in points]
     x_start, y_start = (_start(xs), _start(ys)) if is_cropped else (0.0, 0.0)
-    frame = Frame(
+    frame = PlotArea(
         left=_LEFT,
         right=_WIDTH - _RIGHT,
         top=_TOP,
@@ -94,19 +94,19 @@ def pareto(
 
 
 def _start(values: Sequence[float]) -> float:
-    """Where an axis begins: at 0, or a little below the least value if 0 is far away."""
+    """Start of an axis: 0, or a little below the least value if 0 is far away."""
     low, high = min(values), max(values)
     is_far = low > 0.4 * high and high - low > 1e-6 * high
     return low - 0.25 * (high - low) if is_far else 0.0
 
 
 def _end(values: Sequence[float], *, start: float, air: float) -> float:
-    """Where an axis ends: a little above the most."""
+    """End of an axis: a little above the largest value."""
     return start + air * (max(values) - start) or 1.0
 
 
-def _draw_front(canvas: Canvas, front: Sequence[Point], *, frame: Frame) -> None:
-    """Steps: right of a point and below it, everything is beaten by it."""
+def _draw_front(canvas: Canvas, front: Sequence[Point], *, frame: PlotArea) -> None:
+    """Steps: everything right of a point and below it is dominated."""
     if not front:
         return
     corners: list[tuple[float, float]] = []
@@ -119,10 +119,10 @@ def _draw_front(canvas: Canvas, front: Sequence[Point], *, frame: Frame) -> None
     canvas.path(corners, css="front")
 
 
-def _draw_numbers(canvas: Canvas, named: Sequence[Point], *, frame: Frame) -> None:
-    """A number beside each named dot, on the side where the front leaves room; none over another.
+def _draw_numbers(canvas: Canvas, named: Sequence[Point], *, frame: PlotArea) -> None:
+    """Number each named dot on the side where there is room, without overlap.
 
-    That is up and left of what lies on it, down and right of what it beats.
+    Up and left for points on the front, down and right for dominated ones.
     """
     taken: list[tuple[float, float]] = []
     for number, point in enumerate(named, start=1):
@@ -157,7 +157,7 @@ def _draw_key(
 
 
 def _text_class(point: Point) -> str:
-    """The class of a point's text: strong for the best, muted for what is beaten."""
+    """The CSS class of a point's text: strong for the best, muted if dominated."""
     return "best" if point.is_best else "ink" if point.on_front else "muted"
 
 
@@ -169,7 +169,7 @@ def _digits(values: Sequence[float]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
-    """One measure: its heading, its values, and where its bars start."""
+    """One measure: heading, values, and the start of its bars."""
 
     head: str
     hint: str
@@ -234,7 +234,7 @@ def _draw_column(canvas: Canvas, column: _Column, *, left: float, tops: Sequence
     canvas.text(left, 43, content=column.hint, css="small")
     low = min(column.origin, *column.values)
     high = max(column.origin, *column.values)
-    # bars that point left need room for their label there, too
+    # leave room for the labels of bars that point left
     room = _COLUMN - _LABEL * (2 if low < column.origin else 1)
     scale = room / ((high - low) or 1.0)
     zero = left + (column.origin - low) * scale + (_LABEL if low < column.origin else 0)
@@ -251,7 +251,7 @@ def _draw_column(canvas: Canvas, column: _Column, *, left: float, tops: Sequence
 
 
 def _tops(rows: Sequence[Row]) -> list[float]:
-    """Where each row starts: a little air between two strategies."""
+    """The top of each row, with a gap between strategies."""
     tops: list[float] = []
     top = float(_BARS_TOP)
     for index, row in enumerate(rows):

@@ -1,10 +1,9 @@
-"""Lines over a common axis: numbers of runs over training, and the pictures of an evaluation.
+"""Line charts of runs over training, and the charts of an evaluation.
 
-The axis of `curves` includes 0, every line ends with its value, and every dot has a tooltip with
-its own. A line that stands for several runs has a band behind it, from their minimum to their
-maximum. The pictures of an evaluation (bars with intervals, pass@k curves, lengths of answers) are
-about as wide as a phone. Their series have the classes `series0`, `series1`, ... and are told apart
-by their order as well as by their colour.
+The axis of `curves` includes 0, every line ends with its value, and every dot has a tooltip. A line
+for several runs has a band behind it, from minimum to maximum. The charts of an evaluation (bars
+with intervals, pass@k curves, answer lengths) are about as wide as a phone. Series have the
+classes `series0`, `series1`, ... and are distinguished by order as well as by colour.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sortedrl.evaluation.tables import percent, points
 from sortedrl.report.charts.svg import (
     WIDTH,
     Canvas,
-    Frame,
+    PlotArea,
     Scheme,
     clipped,
     neighbours,
@@ -30,7 +29,7 @@ from sortedrl.report.charts.svg import (
 )
 
 MAX_POINTS = 240
-"""Dots of one line; where there are more, a dot is the mean of several neighbours."""
+"""Dots per line; beyond this, a dot is the mean of several neighbours."""
 
 _PLOT_HEIGHT = 240
 _LEFT, _RIGHT, _BOTTOM = 78, 66, 56
@@ -41,14 +40,14 @@ _FEW = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A line: finite values over places of 0 or more, in order."""
+    """A line: finite values over positions of 0 or more, in order."""
 
     name: str
     points: tuple[tuple[float, float], ...]
     note: str = ""
-    """What the key adds to the name: what the line is the mean of, what its band shows."""
+    """Shown after the name in the key: what the line averages, what its band shows."""
     band: tuple[tuple[float, float, float], ...] = ()
-    """Places in order, each with the lowest and the highest value there."""
+    """Positions in order, each with the lowest and the highest value there."""
 
 
 def curves(
@@ -61,10 +60,10 @@ def curves(
     scheme: Scheme | None = None,
     width: int = WIDTH,
 ) -> str:
-    """The lines as a picture `width` pixels wide; shares are shown as percentages.
+    """The lines as a chart `width` pixels wide; shares are shown as percentages.
 
-    Without a scheme it is part of a page, with one the content of a file. A series without points
-    keeps its colour and is named as having none.
+    Without a scheme it is inline SVG for a page, otherwise the content of a file. A series without
+    points keeps its colour and is listed as having none.
     """
     edge = 0 if scheme is None else 8  # space above the title
     lines = [_thinned(line.points) for line in series]
@@ -97,7 +96,7 @@ def curves(
         canvas.text(middle, y, content="no data yet", css="muted", anchor="middle")
     for place in reversed(range(len(series))):
         _draw_band(canvas, [row for _, row in bands[place]], frame=frame, css=series_class(place))
-    # the first line comes last: where lines lie on each other, it is the one that shows
+    # the first line is drawn last, so that it is on top where lines overlap
     for place in reversed(range(len(series))):
         name, css = series[place].name, series_class(place)
         with canvas.group(title=name):
@@ -114,22 +113,22 @@ def curves(
 
 
 def _thinned(rows: Sequence[tuple[float, ...]]) -> list[tuple[int, tuple[float, ...]]]:
-    """The rows, or the means of neighbours where there are too many; each with how many it is."""
+    """The rows, or means of neighbours if there are too many; each with the number of rows."""
     parts = (part for _, part in neighbours(rows, most=MAX_POINTS))
     return [(len(p), tuple(sum(column) / len(p) for column in zip(*p, strict=True))) for p in parts]
 
 
 def _frame(
     points: Sequence[tuple[float, float]], *, top: float, width: int, is_share: bool
-) -> Frame:
+) -> PlotArea:
     highest = max((y for _, y in points), default=0.0)
     low, high = 1.08 * min([0.0, *(y for _, y in points)]), 1.08 * max(0.0, highest)
     if is_share and highest <= 1:
         high = min(1.0, high)
-    # below this, round numbers are no longer told apart
+    # below this, round numbers cannot be distinguished
     is_flat = high - low < 1e-6
     x_end = max((x for x, _ in points), default=0.0)
-    return Frame(
+    return PlotArea(
         left=_LEFT,
         right=width - _RIGHT,
         top=top,
@@ -141,7 +140,7 @@ def _frame(
 
 
 def _key(series: Sequence[Series], *, width: int) -> list[tuple[int, float, str]]:
-    """For each name its row, its place in the row, and its text."""
+    """For each name its row, its position in the row, and its text."""
     room = width - _LEFT - 20
     entries: list[tuple[int, float, str]] = []
     row, x = 0, float(_LEFT)
@@ -159,7 +158,7 @@ def _key(series: Sequence[Series], *, width: int) -> list[tuple[int, float, str]
 def _draw_key(
     canvas: Canvas, line: Series, *, place: int, x: float, baseline: float, text: str
 ) -> None:
-    """A name with its colour; a line with a band shows as one."""
+    """A name with its colour; a line with a band also shows a band."""
     css = series_class(place)
     with canvas.group(title=line.name):
         if line.band:
@@ -171,9 +170,9 @@ def _draw_key(
 
 
 def _draw_band(
-    canvas: Canvas, band: Sequence[tuple[float, ...]], *, frame: Frame, css: str
+    canvas: Canvas, band: Sequence[tuple[float, ...]], *, frame: PlotArea, css: str
 ) -> None:
-    """The area between the lowest and the highest; at a single place, the line between them."""
+    """The area between lowest and highest; at a single position, the line between them."""
     upper = [(frame.x(x), frame.y(high)) for x, _, high in band]
     lower = [(frame.x(x), frame.y(low)) for x, low, _ in band]
     if len(band) == 1:
@@ -183,7 +182,7 @@ def _draw_band(
 
 
 def _spread(count: int, ends: tuple[float, float] | None, label: Callable[[float], str]) -> str:
-    """What a dot stands for: the mean of so many neighbours, or of values between two ends."""
+    """What a dot stands for: the mean of several neighbours, or of values in a range."""
     if count > 1:
         return f" (mean of {count})"
     return f" ({label(ends[0])} to {label(ends[1])})" if ends is not None else ""
@@ -193,12 +192,12 @@ def label_ends(
     canvas: Canvas,
     ends: Sequence[tuple[float, ...]],
     *,
-    frame: Frame,
+    frame: PlotArea,
     label: Callable[[float], str],
 ) -> None:
-    """The last value of each line beside its end, none over another.
+    """Label the end of each line with its last value, without overlap.
 
-    Labels that would touch give way towards the emptier half of the plot, as far as it goes.
+    Overlapping labels move towards the emptier half of the plot.
     """
     heights = [frame.y(y) for _, y in ends]
     is_high = sum(heights) < len(heights) * (frame.top + frame.floor) / 2
@@ -215,7 +214,7 @@ def label_ends(
 
 
 def _precise(value: float) -> str:
-    """A number to about three digits, for tooltips and ends of lines."""
+    """A number to about three digits, for tooltips and line ends."""
     if 0 < abs(value) < 0.001:
         return f"{value:.2g}"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
@@ -233,16 +232,16 @@ _QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One row of a bar chart: a name and an estimate of each series, where it has one."""
+    """One row of a bar chart: a name, and an estimate of each series that has one."""
 
     name: str
     rates: Sequence[Estimate | None]
     is_quiet: bool = False
-    """Whether its name is set back, as that of a level below its task."""
+    """Whether its name is muted, as that of a level below its task."""
 
 
 def rate_bars(groups: Sequence[Group], *, label: str) -> str:
-    """Rates from 0 to 100 % as bars, each with its interval and its value."""
+    """Bars of rates from 0 to 100 %, each with its interval and its value."""
     count = max(len(group.rates) for group in groups)
     pitch = _THICK if count == 1 else _THIN
     tall = count * pitch + _RATE_AIR
@@ -268,7 +267,7 @@ def rate_bars(groups: Sequence[Group], *, label: str) -> str:
 
 
 def change_marks(groups: Sequence[Group], *, label: str) -> str:
-    """Differences as dots with intervals around a line at 0; filled where 0 lies outside."""
+    """Differences as dots with intervals around 0; filled if the interval excludes 0."""
     rates = [(group, rate) for group in groups for rate in group.rates if rate is not None]
     reach = max(0.01, *(max(abs(rate.low), abs(rate.high)) for _, rate in rates))
     tall = _THICK + _RATE_AIR
@@ -299,7 +298,7 @@ def pass_curves(curves: Sequence[Mapping[int, Estimate]], *, label: str) -> str:
     """pass@k over k, with k on a logarithmic axis."""
     sizes = sorted({k for curve in curves for k in curve})
     canvas = Canvas(_WIDTH, _CURVE_HEIGHT, label=label)
-    frame = Frame(
+    frame = PlotArea(
         left=44,
         right=_WIDTH - 46,
         top=_HEAD,
@@ -326,9 +325,9 @@ def pass_curves(curves: Sequence[Mapping[int, Estimate]], *, label: str) -> str:
 
 
 def length_histograms(sides: Sequence[Sequence[Answer]], *, label: str) -> list[str]:
-    """For each side its answers by length: right ones upwards, wrong ones downwards.
+    """A histogram of answers by length for each side: right ones upwards, wrong ones downwards.
 
-    Heights are shares of the side's answers; all pictures have the same scales.
+    Heights are shares of the side's answers; all histograms share their scales.
     """
     longest = max(answer.num_tokens for answers in sides for answer in answers)
     width = max(1, math.ceil((longest + 1) / _BINS))
@@ -338,7 +337,7 @@ def length_histograms(sides: Sequence[Sequence[Answer]], *, label: str) -> list[
 
 
 def _length_shares(answers: Sequence[Answer], *, width: int) -> tuple[list[float], list[float]]:
-    """For each bin the share of right answers in it, and that of wrong ones."""
+    """For each bin the share of right answers, and that of wrong ones."""
     right, wrong = [0.0] * _BINS, [0.0] * _BINS
     for answer in answers:
         half = right if answer.is_correct else wrong

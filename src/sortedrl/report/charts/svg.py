@@ -1,8 +1,8 @@
-"""SVG as a string: a canvas with one palette, readable by day and by night, and axes on it.
+"""SVG as a string: a canvas with a light and a dark palette, and axes.
 
-Colours live in classes only, so that the embedded style can swap them with the reader's theme, or
-fix one of the two for programs that know no themes.
-They are those of Okabe and Ito and one blue ramp, told apart with any kind of colour vision.
+Colours are set only by classes, so that the embedded style can follow the reader's theme, or fix
+one of the two for programs without themes. The palette is Okabe and Ito's with one blue ramp, which
+stay distinct with any kind of colour vision.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sortedrl.report.html import visible
 
 Anchor = Literal["start", "middle", "end"]
 Scheme = Literal["auto", "light", "dark"]
-"""Colours by day, by night, or as the reader's theme asks."""
+"""Colours: light, dark, or the reader's theme."""
 
 SHADES = 6
 """Steps of the blue ramp: the classes `shade0` (short) to `shade5` (long)."""
 SERIES = 6
-"""Series that have a colour of their own: the classes `series0` to `series5`."""
+"""Series with their own colour: the classes `series0` to `series5`."""
 
 _LIGHT = {
     "paper": "#ffffff",
@@ -95,10 +95,10 @@ def number(value: float) -> str:
 
 
 class Canvas:
-    """A drawing under way; `svg` gives it as a string."""
+    """A drawing; `svg` returns it as a string."""
 
     def __init__(self, width: float, height: float, *, label: str) -> None:
-        """An empty sheet; `label` is read to those who cannot see it."""
+        """An empty canvas; `label` is its text for screen readers."""
         self._size = (width, height)
         self._label = label
         self._parts: list[str] = []
@@ -141,7 +141,7 @@ class Canvas:
     def path(
         self, points: Sequence[tuple[float, float]], *, css: str, is_closed: bool = False
     ) -> None:
-        """Straight lines through the points."""
+        """A polyline through the points."""
         if not points:
             return
         self._use(css)
@@ -167,7 +167,7 @@ class Canvas:
         tail: str = "",
         is_upright: bool = False,
     ) -> None:
-        """A line of text; `tail` follows it in a quieter voice."""
+        """A line of text, followed by a muted `tail`."""
         self._use(css)
         place = "" if anchor == "start" else f' text-anchor="{anchor}"'
         if is_upright:
@@ -180,13 +180,13 @@ class Canvas:
 
     @contextmanager
     def group(self, *, title: str = "") -> Iterator[None]:
-        """What is drawn inside belongs together and shares a tooltip."""
+        """Group what is drawn inside, with a shared tooltip."""
         self._parts.append(f"<g>{_title(title)}")
         yield
         self._parts.append("</g>")
 
     def svg(self, *, scheme: Scheme = "auto") -> str:
-        """The picture as a file's content, with the rules of the classes it uses."""
+        """The content of an SVG file, with the rules of the classes it uses."""
         width, height = (number(side) for side in self._size)
         return "\n".join(
             [
@@ -200,7 +200,7 @@ class Canvas:
         )
 
     def inline(self) -> str:
-        """The picture as part of a page that has `stylesheet` in its head."""
+        """Inline SVG for a page with `stylesheet` in its head."""
         hatch = [_HATCH] if self._classes & {"hatch", "hatched"} else []
         return "\n".join([self._opening(), *hatch, *self._parts, "</svg>"])
 
@@ -225,12 +225,12 @@ class Canvas:
 
 
 def text_width(text: str, *, size: float = 12) -> float:
-    """About how wide a text will be: fonts differ, so leave some room."""
+    """Approximate width of a text; fonts differ, so leave some room."""
     return 0.54 * size * len(text)
 
 
 def clipped(text: str, width: float, *, size: float = 12) -> str:
-    """The text, cut with an ellipsis where it would be wider than `width` pixels."""
+    """The text, truncated with an ellipsis if wider than `width` pixels."""
     room = max(1, int(width / text_width("x", size=size)))
     return text if len(text) <= room else text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
@@ -249,7 +249,7 @@ def series_class(index: int) -> str:
 
 
 def stylesheet(*, scheme: Scheme = "auto", has_series: bool = True) -> str:
-    """The look of all pictures; without `has_series`, of those that have no lines or bands."""
+    """The styles of all charts; without `has_series`, of those without lines or bands."""
     layout, day, night = _LAYOUT, _colours(_LIGHT, _LIGHT_RAMP), _colours(_DARK, _DARK_RAMP)
     if has_series:
         layout += _SERIES_LAYOUT
@@ -261,7 +261,7 @@ def stylesheet(*, scheme: Scheme = "auto", has_series: bool = True) -> str:
 
 
 def _colours(palette: dict[str, str], ramp: Sequence[str]) -> str:
-    """Plain rules, no variables: not every viewer of SVG knows those."""
+    """Plain rules without CSS variables, which not every SVG viewer supports."""
     fills = palette | {f"shade{step}": colour for step, colour in enumerate(ramp)}
     rules = [f".{name}{{fill:{colour}}}" for name, colour in fills.items()]
     strokes = {
@@ -281,12 +281,12 @@ def _colours(palette: dict[str, str], ramp: Sequence[str]) -> str:
 
 
 def _series_colours(palette: dict[str, str], colours: Sequence[str]) -> str:
-    """A line takes its stroke from its series; text at its end stands off what lies behind."""
+    """Stroke lines in the colour of their series, and outline the text at their ends."""
     rules = [
         f".series{place}{{fill:{colour};color:{colour}}}.series{place}.curve{{stroke:{colour}}}"
         for place, colour in enumerate(colours)
     ]
-    # after the fills above, so that a line is no area
+    # after the fills above, so that a line has no area
     rules.append(".curve{fill:none}")
     strokes = {"axis": "muted", "whisker": "ink"}
     rules += [f".{name}{{stroke:{palette[colour]}}}" for name, colour in strokes.items()]
@@ -295,13 +295,13 @@ def _series_colours(palette: dict[str, str], colours: Sequence[str]) -> str:
 
 
 WIDTH = 860
-"""Pixels across a picture."""
+"""Width of a chart in pixels."""
 NARROW = 400
-"""Pixels across a picture for a phone."""
+"""Width of a chart on a phone in pixels."""
 HEADING = 26
-"""Pixels above a panel for its name."""
+"""Space above a panel for its name, in pixels."""
 FOOT = 46
-"""Pixels below the last panel for its marks and what they count."""
+"""Space below the last panel for ticks and axis label, in pixels."""
 
 Value = TypeVar("Value")
 
@@ -309,8 +309,8 @@ _SWATCH, _LEAST = 18, 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """A plot area by its edges in pixels, and the values at them; by default shares from 0 to 1."""
+class PlotArea:
+    """A plot area: its edges in pixels, and the values there; by default shares from 0 to 1."""
 
     left: float
     right: float
@@ -324,17 +324,17 @@ class Frame:
     y_end: float = 1.0
 
     def x(self, value: float) -> float:
-        """The pixel of a value along the lower edge."""
+        """The pixel of a value on the x axis."""
         share = (value - self.x_start) / (self.x_end - self.x_start)
         return self.left + self.inset + (self.right - self.left - self.inset) * share
 
     def y(self, value: float) -> float:
-        """The pixel of a value along the left edge, counted from below."""
+        """The pixel of a value on the y axis."""
         share = (value - self.y_start) / (self.y_end - self.y_start)
         return self.floor - (self.floor - self.top) * share
 
     def draw_name(self, canvas: Canvas, name: str, *, note: str, css: str) -> None:
-        """The name above the area with its colour, and a note behind it."""
+        """The name in its colour above the area, with a note after it."""
         y = self.top - 10
         room = self.right - self.left - _SWATCH - 10 - text_width(note, size=13)
         shown = clipped(name, max(_LEAST, room), size=14)
@@ -350,7 +350,7 @@ class Frame:
         zero_css: str = "axis",
         gap: float = 8,
     ) -> None:
-        """A rule across the area at each mark, with its label to the left."""
+        """A horizontal rule at each mark, with its label on the left."""
         for value, label in marks:
             y = self.y(value)
             canvas.line(self.left, y, x2=self.right, y2=y, css="rule" if value else zero_css)
@@ -361,7 +361,7 @@ class Frame:
     def draw_places(
         self, canvas: Canvas, marks: Iterable[tuple[float, str]], *, label: str
     ) -> None:
-        """Ticks with their labels below the area, and below them what they count."""
+        """Ticks with their labels below the area, and the axis label below them."""
         for value, text in marks:
             x = self.x(value)
             canvas.line(x, self.floor, x2=x, y2=self.floor + 4, css="rule")
@@ -370,7 +370,7 @@ class Frame:
         canvas.text(middle, self.floor + 40, content=label, css="muted", anchor="middle")
 
     def draw_y_label(self, canvas: Canvas, label: str) -> None:
-        """What the heights are, upright at the left edge of the picture."""
+        """The label of the y axis, rotated, at the left edge of the chart."""
         middle = (self.top + self.floor) / 2
         canvas.text(18, middle, content=label, css="muted", anchor="middle", is_upright=True)
 
@@ -411,7 +411,7 @@ def round_width(count: int, *, bins: int) -> int:
 
 
 def short(value: float) -> str:
-    """A number for a label: grouped thousands, no needless digits.
+    """Format a number for a label: grouped thousands, no needless digits.
 
     >>> short(12345.6), short(37.28), short(4.0), short(0.7), short(0.07374), short(2.5e-6)
     ('12,346', '37.3', '4', '0.7', '0.074', '2.5e-06')
@@ -425,12 +425,12 @@ def short(value: float) -> str:
 
 
 def stride(count: int, *, most: int) -> int:
-    """How many neighbours are drawn as one, so that `count` of them give at most `most`."""
+    """How many neighbours to combine, so that `count` values give at most `most`."""
     return math.ceil(count / most) or 1
 
 
 def neighbours(values: Sequence[Value], *, most: int) -> list[tuple[int, Sequence[Value]]]:
-    """The values in order in at most `most` even parts, each with the place of its first value.
+    """The values in at most `most` even parts, each with the index of its first value.
 
     >>> neighbours("abcde", most=3)
     [(0, 'a'), (1, 'bc'), (3, 'de')]
@@ -441,7 +441,7 @@ def neighbours(values: Sequence[Value], *, most: int) -> list[tuple[int, Sequenc
 
 
 def each_column(one: str, most: int) -> str:
-    """What a column of a chart stands for: one of a kind, or up to `most` neighbours together.
+    """What a column of a chart stands for: one item, or up to `most` neighbours together.
 
     >>> each_column("an update", 1), each_column("an update", 4)
     ('an update', 'up to 4 updates together')
@@ -450,7 +450,7 @@ def each_column(one: str, most: int) -> str:
 
 
 def span_of(what: str, first: int, last: int) -> str:
-    """A number of a kind, or several in a row.
+    """A number of a kind, or a range.
 
     >>> span_of("round", 3, 3), span_of("round", 3, 5)
     ('round 3', 'rounds 3 to 5')

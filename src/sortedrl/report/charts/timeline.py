@@ -1,8 +1,8 @@
-"""Runs above each other on one time axis: what every slot does in every second.
+"""Slot timelines of runs above each other on one time axis.
 
-Blue is writing, the darker the longer the answer; the warm tint is a slot that stands empty while
-others still write; grey is an update. A shorter run is a shorter picture.
-Runs too big for single bars are drawn as shares of the slots.
+Blue is decoding, darker for longer answers; the warm tint is a slot that is idle while others
+decode; grey is an update. A shorter run is a shorter picture. Runs with too many bars are drawn as
+shares of the slots.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Panel = tuple[str, str, Lanes]
 """Title, subtitle, lanes."""
 
 MAX_SLOTS = 64
-"""Slots up to which each gets a lane of its own."""
+"""Up to this many slots, each has its own lane."""
 MAX_BARS = 6000
-"""Bars up to which each is drawn, all panels together."""
+"""Up to this many bars in all panels together, each is drawn."""
 
 _WIDTH = 860
 _LEFT, _RIGHT = 34, 24
@@ -29,33 +29,33 @@ _HEAD, _GAP, _FOOT = 30, 18, 74
 _SHARES_HEIGHT = 120
 
 DISCARDED = "discarded"
-"""The layer of the tokens that were discarded later."""
+"""The layer of tokens discarded later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """Seconds to pixels, and lengths to shades.
+    """Maps seconds to pixels, and lengths to shades.
 
-    One answer in twenty may be shorter than `shortest`, one longer than `longest`: a few odd ones
-    shall not use up the shades.
+    Five percent of the answers may be shorter than `shortest`, and as many longer than `longest`,
+    so that outliers do not use up the shades.
     """
 
     origin: float
     """The second of the run at the left edge."""
     end: float
     is_window: bool
-    """Whether only a part of the runs is drawn, so that their lengths are not compared."""
+    """Whether only a window of the runs is drawn, so that their lengths are not compared."""
     first_title: str
     first_end: float
     shortest: int
     longest: int
 
     def x(self, seconds: float) -> float:
-        """The place of a second after the left edge."""
+        """The x position of a second."""
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * seconds / self.end
 
     def shade(self, bar: Bar) -> str:
-        """The class of a bar: even steps of the logarithm of the answer's length."""
+        """The class of a bar: even steps of the log of the answer's length."""
         span = math.log(self.longest / self.shortest) or 1.0
         share = math.log(max(_length(bar), 1) / self.shortest) / span
         return f"shade{min(SHADES - 1, max(0, int(share * SHADES)))}"
@@ -68,9 +68,9 @@ def timelines(
     scheme: Scheme | None = "auto",
     window: tuple[float, float] | None = None,
 ) -> str:
-    """The panels as one picture 860 pixels wide; of a window, only its seconds are drawn.
+    """The panels as one picture 860 pixels wide, or only a window of seconds.
 
-    Without a scheme it is part of a page, with one the content of a file.
+    Without a scheme it is inline SVG for a page, otherwise the content of a file.
     """
     if not panels:
         raise ValueError("a timeline needs at least one panel, got none")
@@ -145,7 +145,7 @@ def _draw_lanes(canvas: Canvas, lanes: Lanes, *, top: float, scale: _Scale) -> N
         y, height = top + slot * pitch + gap / 2, pitch - gap
         for bar in lane:
             x, width = _span(lanes, bar.start, bar.end, scale=scale)
-            # the thin gap that tells an answer from the next one
+            # the thin gap between one answer and the next
             width = max(width - 0.7, 0.4 * width)
             trained = width * (1 - bar.discarded / bar.decoded) if bar.discarded else width
             with canvas.group(title=_tooltip(bar)):
@@ -157,7 +157,7 @@ def _draw_lanes(canvas: Canvas, lanes: Lanes, *, top: float, scale: _Scale) -> N
 
 
 def _draw_shares(canvas: Canvas, lanes: Lanes, *, top: float, height: float, scale: _Scale) -> None:
-    """Layers on each other, the longest answers at the bottom."""
+    """Stacked layers, the longest answers at the bottom."""
     columns = max(1, int(2 * (scale.x(lanes.end - lanes.start) - _LEFT)))
     names = [f"shade{step}" for step in reversed(range(SHADES))]
     shares = density(lanes, columns=columns, names=names, layer=scale.shade)
@@ -167,7 +167,7 @@ def _draw_shares(canvas: Canvas, lanes: Lanes, *, top: float, height: float, sca
     for name in (*names, DISCARDED):
         heights = [low + share for low, share in zip(heights, shares.layers[name], strict=True)]
         ceilings.append((name, heights))
-    # from the top layer down, each to the floor: so no hairline shows between two of them
+    # each layer reaches down to the floor, so that no hairline shows between two of them
     for name, ceiling in reversed(ceilings):
         if not any(shares.layers[name]):
             continue
@@ -179,7 +179,7 @@ def _draw_shares(canvas: Canvas, lanes: Lanes, *, top: float, height: float, sca
 def _outline(
     xs: Sequence[float], shares: Sequence[float], *, top: float, height: float
 ) -> list[tuple[float, float]]:
-    """The steps of one edge of a layer, left to right, equal neighbours joined."""
+    """The upper edge of a layer as steps, left to right, equal neighbours joined."""
     points: list[tuple[float, float]] = []
     for (left, right), share in zip(pairwise(xs), shares, strict=True):
         y = round(top + height * (1 - share), 1)
@@ -191,7 +191,7 @@ def _outline(
 
 
 def _draw_end(canvas: Canvas, lanes: Lanes, *, middle: float, scale: _Scale) -> None:
-    """Where a run ends early, say when, and how it compares with the first one."""
+    """Where a run ends early, its time, compared with the first run."""
     seconds = lanes.end - lanes.start
     start, end = scale.x(seconds), scale.x(scale.end)
     done = f"done after {short(scale.origin + seconds)} s"
@@ -241,7 +241,7 @@ def _draw_legend(
 
 
 def _pitch(lanes: Lanes) -> float:
-    """The height of a lane: tall for few slots, never more than 256 pixels together."""
+    """The height of a lane: tall for few slots, at most 256 pixels for all."""
     return min(13.0, 256 / lanes.slots)
 
 
@@ -265,7 +265,7 @@ def _tooltip(bar: Bar) -> str:
 
 
 def _between(run: Lanes, first: float, last: float) -> Lanes:
-    """The lanes of a run from one of its seconds to another."""
+    """The lanes of a run between two of its seconds."""
     start, end = run.start + first, min(run.end, run.start + last)
     return replace(
         run,
@@ -284,7 +284,7 @@ def _between(run: Lanes, first: float, last: float) -> Lanes:
 
 
 def _part(bar: Bar, start: float, end: float) -> Bar:
-    """The part of a bar between two seconds, with the tokens written in it."""
+    """The part of a bar between two seconds, with the tokens decoded in it."""
     if start <= bar.start and bar.end <= end:
         return bar
     left, right = max(bar.start, start), min(bar.end, end)
@@ -304,17 +304,17 @@ def _part(bar: Bar, start: float, end: float) -> Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Density:
-    """Shares of the slots, one row per layer, one value per column."""
+    """Shares of the slots: one row per layer, one value per column."""
 
     edges: tuple[float, ...]
-    """The seconds between which the columns lie: one more than there are columns."""
+    """The boundaries of the columns in seconds."""
     layers: dict[str, tuple[float, ...]]
 
 
 def density(
     lanes: Lanes, *, columns: int, names: Sequence[str], layer: Callable[[Bar], str]
 ) -> Density:
-    """The shares of the layers `names` and `DISCARDED`; `layer` names the one of a bar."""
+    """The shares of the layers `names` and `DISCARDED`; `layer` maps a bar to its layer."""
     width = (lanes.end - lanes.start) / columns or 1.0
     rollout = [0.0] * columns
     busy = {name: [0.0] * columns for name in (*names, DISCARDED)}
@@ -339,7 +339,7 @@ def density(
 
 
 def _spread(row: list[float], start: float, end: float, *, width: float) -> None:
-    """Add the seconds from `start` to `end` to the columns they fall in."""
+    """Distribute the seconds from `start` to `end` over the columns."""
     first, last = int(start / width), min(int(end / width), len(row) - 1)
     for column in range(first, last + 1):
         overlap = min(end, (column + 1) * width) - max(start, column * width)

@@ -1,1 +1,1 @@
-"""The sections of the page of runs; each function takes the runs and gives HTML."""
+"""The sections of the report page; each function takes the runs and returns HTML."""

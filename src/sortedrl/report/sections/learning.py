@@ -1,9 +1,8 @@
-"""What the runs learned, and what they wrote: learning curves, and answers to browse.
+"""Learning curves, and answers to browse.
 
-Runs that differ only in the seed are one line, their mean, with a band from the least of them to
-the most (see `series`). Answers travel as columns of data that `answers.js` turns into text nodes;
-a page holds no more of them than it can carry: chosen evenly over each run, long ones without their
-middle.
+Runs that differ only in the seed are one line, their mean, with a band from minimum to maximum (see
+`record`). Answers are columns of data that `answers.js` turns into text nodes; a page has a limited
+number of them, spread evenly over each run, and long ones are shortened in the middle.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _BY: tuple[tuple[By, str], ...] = (
     ("tokens", "Accuracy by tokens trained on."),
     ("seconds", "Accuracy by training time; evaluation time is not counted."),
 )
-"""Ways to count how far a run is, and their captions."""
+"""X axes of the learning curve, and their captions."""
 
 MAX_ANSWERS = 3000
-"""Answers of all runs together."""
+"""Limit of answers of all runs together."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _ORDERS = (
     ("update up", "first updates first"),
@@ -58,7 +57,7 @@ _ORDERS = (
 
 
 def learning_section(runs: Sequence[Run]) -> str:
-    """The curves, how soon a common score was reached, and what to make of them."""
+    """The curves, the cost to reach a common score, and caveats."""
     groups = seed_groups([run.record for run in runs])
     parts = [
         *(chart_figure(score_chart(runs, by=by), groups, caption=caption) for by, caption in _BY),
@@ -72,7 +71,7 @@ def learning_section(runs: Sequence[Run]) -> str:
 
 
 def _note(groups: Sequence[SeedGroup]) -> str:
-    """What a line is, and how much it says."""
+    """What a line shows, and how reliable it is."""
     sentences = []
     if any(len(group.places) > 1 for group in groups):
         sentences.append(
@@ -88,7 +87,7 @@ def _note(groups: Sequence[SeedGroup]) -> str:
 
 
 def _small_charts(runs: Sequence[Run], groups: Sequence[SeedGroup]) -> str:
-    """The trainer's numbers as small charts beside each other."""
+    """Trainer metrics as small charts side by side."""
     charts = [
         chart_figure(chart, groups, caption=caption, width=NARROW)
         for chart, caption in metric_charts(runs)
@@ -97,10 +96,9 @@ def _small_charts(runs: Sequence[Run], groups: Sequence[SeedGroup]) -> str:
 
 
 def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
-    """A table of what each group needed to come to the best score that all of them reached.
+    """The cost of each group to reach the best score that all of them reached.
 
-    Those that never did better than before their first update do not take part in the choice of
-    the score, which would be no achievement.
+    Groups that never improved on their first evaluation are ignored when that score is chosen.
     """
     averaged = [_averaged([runs[place] for place in group.places]) for group in groups]
     courses = [[held_out.score for held_out in held] for held in averaged]
@@ -124,7 +122,7 @@ def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
 
 
 def _averaged(runs: Sequence[Run]) -> list[HeldOut]:
-    """The first evaluations of the runs, the second ones, and so on, as their means."""
+    """Means of the first evaluations of the runs, of the second ones, and so on."""
     return [
         HeldOut(
             score=fmean(held_out.score for held_out in together),
@@ -146,14 +144,14 @@ def _needed(held: Sequence[HeldOut], goal: float) -> list[str]:
 
 
 def answers_section(runs: Sequence[Run]) -> str:
-    """Filters and an empty list, which the script fills; nothing where no answer was kept."""
+    """Filters and an empty list, which the script fills; empty if no answers were logged."""
     total = sum(len(run.record.answers) for run in runs)
     if not total:
         return ""
     chosen = [answer for _, answer in _chosen(runs)]
     shown = f"{len(chosen):,} of {total:,}" if len(chosen) < total else f"All {total:,}"
     note = (
-        f"{shown} answers that {'the runs' if len(runs) > 1 else 'the run'} logged as text, "
+        f"{shown} answers logged as text by {'the runs' if len(runs) > 1 else 'the run'}, "
         "a few from every update."
     )
     if len(chosen) < total:
@@ -184,7 +182,7 @@ def answers_section(runs: Sequence[Run]) -> str:
 
 
 def answers_data(runs: Sequence[Run]) -> dict[str, object]:
-    """The answers as columns; a question that was answered more than once is there once."""
+    """The answers as columns; repeated prompts are stored once."""
     chosen = _chosen(runs)
     limit = characters_each([len(answer.response) + len(answer.question) for _, answer in chosen])
     answers = [answer for _, answer in chosen]
@@ -211,7 +209,7 @@ def answers_data(runs: Sequence[Run]) -> dict[str, object]:
 
 
 def _chosen(runs: Sequence[Run]) -> list[tuple[int, LoggedAnswer]]:
-    """The answers that the page shows, each with the place of its run."""
+    """The answers that the page shows, each with the index of its run."""
     kept = [run.record.answers for run in runs]
     counts = _fair_counts([len(answers) for answers in kept], MAX_ANSWERS)
     return [
@@ -222,7 +220,7 @@ def _chosen(runs: Sequence[Run]) -> list[tuple[int, LoggedAnswer]]:
 
 
 def _fair_counts(wanted: Sequence[int], most: int) -> list[int]:
-    """How many each gets of `most`: an equal share, and what others leave of theirs.
+    """Split `most` fairly: an equal share each, plus what others leave of theirs.
 
     >>> _fair_counts([10, 1000, 1000], 100)
     [10, 45, 45]
@@ -236,10 +234,10 @@ def _fair_counts(wanted: Sequence[int], most: int) -> list[int]:
 
 
 def _evenly(answers: Sequence[LoggedAnswer], count: int) -> list[LoggedAnswer]:
-    """One answer from each of `count` equal stretches.
+    """One answer from each of `count` equal intervals.
 
-    The answers of an update stand in the order of their lengths. The place inside a stretch
-    changes from one to the next, so that not all are of one length.
+    The answers of an update are sorted by length, so the position inside an interval varies to
+    avoid picking the same length every time.
     """
     edges = [place * len(answers) // count for place in range(count + 1)] if count else []
     return [
@@ -266,7 +264,7 @@ def _options(names: Iterable[tuple[str, str]]) -> str:
 
 
 def _between(name: str, values: Sequence[float], *, is_whole: bool) -> str:
-    """Two fields for the least and the most; empty ones show how far the answers go."""
+    """Two input fields for minimum and maximum; the placeholders show the range."""
     if not values:
         return ""
     ends = (("least", "from", min(values)), ("most", "to", max(values)))

@@ -1,8 +1,8 @@
-"""What the slots did: the slot timeline, and the bubble by round and by group.
+"""Slot timeline, and the bubble by round and by group.
 
-In the timeline every stretch of writing is a bar, drawn and zoomed by slots.js. The bars travel as
-columns of whole numbers. Times are ticks since the run's start, so rounded that bars which do not
-overlap still do not; tokens, versions and counts are exact.
+The timeline is drawn and zoomed by slots.js, one bar per slot interval. Bars are columns of
+integers: times are ticks since the start of the run, rounded so that bars which do not overlap
+still do not; tokens, versions and counts are exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sortedrl.report.charts.svg import (
     NARROW,
     WIDTH,
     Canvas,
-    Frame,
+    PlotArea,
     each_column,
     neighbours,
     round_steps,
@@ -39,12 +39,12 @@ from sortedrl.types import Key
 BANDS = ("rollout", "update", "weight_sync")
 """The kinds of bands, in the order of their numbers in the columns."""
 FALLBACK_BARS = 1000
-"""Bars up to which a reader without scripts gets a picture; of more, it would weigh too much."""
+"""Up to this many bars there is a static picture for readers without JavaScript."""
 TICKS = 5_000_000
-"""Ticks that a run has at least."""
+"""Minimum number of ticks in a run."""
 
 MAX_COLUMNS = 240
-"""Columns of one run; where there are more rounds or groups, a column is several neighbours."""
+"""Columns per run; beyond this, a column combines neighbouring rounds or groups."""
 _MOSTLY = 0.5
 _EVENLY = 2.0
 _HARDLY = 0.0005
@@ -56,7 +56,7 @@ _THIN = 0.75
 
 
 def slots_section(runs: Sequence[Run]) -> str:
-    """The place for the timeline; nothing if no slot ever wrote."""
+    """The container of the timeline; empty if no slot was ever used."""
     bars = sum(len(lane) for run in runs for lane in run.lanes.lanes)
     if not bars:
         return ""
@@ -74,12 +74,12 @@ def slots_section(runs: Sequence[Run]) -> str:
 
 
 def slots_data(runs: Sequence[Run]) -> object:
-    """What slots.js draws."""
+    """The data for slots.js."""
     return {"runs": [_packed(run) for run in runs]}
 
 
 def _subtitle(run: Run) -> str:
-    """What stands beside a run's name."""
+    """The text next to a run's name."""
     slots = f"{run.lanes.slots:,} slots" if run.lanes.slots > 1 else "1 slot"
     return f"{run.metrics.schedule}, {slots}, bubble {percent(run.metrics.run.bubble)}"
 
@@ -126,7 +126,7 @@ def _packed(run: Run) -> dict[str, object]:
 
 
 def _answers(run: Run, keys: Sequence[Key]) -> dict[str, object]:
-    """One row for each trajectory: what is the same in all of its bars."""
+    """One row per trajectory: values shared by all its bars."""
     group: dict[Key, int] = {}
     length: dict[Key, int | None] = {}
     for lane in run.lanes.lanes:
@@ -146,7 +146,7 @@ def _answers(run: Run, keys: Sequence[Key]) -> dict[str, object]:
 
 
 def _bars(run: Run, keys: Sequence[Key], *, tick: float) -> dict[str, object]:
-    """One row for each bar, slot after slot; `gap` is the time since the bar before it."""
+    """One row per bar, slot by slot; `gap` is the time since the previous bar."""
     origin = run.lanes.start
     place = {key: index for index, key in enumerate(keys)}
     bars: list[Bar] = []
@@ -174,7 +174,7 @@ def _bars(run: Run, keys: Sequence[Key], *, tick: float) -> dict[str, object]:
 
 
 def tick_seconds(seconds: float) -> float:
-    """The largest power of ten that gives a run its ticks; at most a second, at least a nanosecond.
+    """The largest power of ten that gives a run enough ticks; between a nanosecond and a second.
 
     >>> tick_seconds(58.1), tick_seconds(26_007.0)
     (1e-05, 0.001)
@@ -188,18 +188,18 @@ def _ticks(seconds: float, tick: float) -> int:
 
 
 def _deltas(values: Iterable[int]) -> list[int]:
-    """The first value, then how each differs from the one before it: small numbers pack well."""
+    """The first value, then differences, which compress well."""
     row = list(values)
     return row[:1] + [after - before for before, after in pairwise(row)]
 
 
 def _short_reward(reward: float | None) -> float | None:
-    """A reward as the reader sees it: four digits; JSON has no word for what is not finite."""
+    """A reward to four digits; `None` if JSON cannot represent it."""
     return None if reward is None or not math.isfinite(reward) else float(f"{reward:.4g}")
 
 
 def bubbles_section(runs: Sequence[Run]) -> str:
-    """The bubble of each run by round and by group, and a summary of where it is."""
+    """The bubble of each run by round and by group, with a summary."""
     drawn = []
     if any(run.metrics.run.bubble >= _HARDLY for run in runs):
         most = max(stride(len(run.metrics.rounds), most=MAX_COLUMNS) for run in runs)
@@ -226,12 +226,12 @@ def bubbles_section(runs: Sequence[Run]) -> str:
     return section("Where the bubble is", summary, *drawn, name="bubbles")
 
 
-def round_columns(run: Run) -> list[Step]:
-    """The rounds in order, as wide as their rollouts took; neighbours together where many.
+def round_columns(run: Run) -> list[StripColumn]:
+    """The rounds in order, as wide as their rollouts; neighbours are combined if there are many.
 
-    The shares, weighted by the widths, have the run's bubble as their mean.
+    The mean of the shares, weighted by width, is the bubble of the run.
     """
-    columns: list[Step] = []
+    columns: list[StripColumn] = []
     numbers = _round_numbers(run)
     now = 0.0
     for first, part in neighbours(run.metrics.rounds, most=MAX_COLUMNS):
@@ -239,26 +239,28 @@ def round_columns(run: Run) -> list[Step]:
         end = now + joined.rollout_seconds
         what = span_of("round", numbers[first], numbers[first + len(part) - 1])
         columns.append(
-            Step(start=now, end=end, share=joined.bubble, tooltip=_tooltip(what, joined))
+            StripColumn(start=now, end=end, share=joined.bubble, tooltip=_tooltip(what, joined))
         )
         now = end
     return columns
 
 
-def group_columns(run: Run) -> list[Step]:
-    """The groups by number, each from its load to its close; neighbours together where many."""
-    columns: list[Step] = []
+def group_columns(run: Run) -> list[StripColumn]:
+    """The groups in order, each from load to close; neighbours are combined if there are many."""
+    columns: list[StripColumn] = []
     groups = sorted(run.metrics.groups, key=lambda group: group.group)
     for first, part in neighbours([group.figures for group in groups], most=MAX_COLUMNS):
         start, end = groups[first].group, groups[first + len(part) - 1].group
         joined = _joined(part)
         tooltip = _tooltip(span_of("group", start, end), joined)
-        columns.append(Step(start=start - 0.4, end=end + 0.4, share=joined.bubble, tooltip=tooltip))
+        columns.append(
+            StripColumn(start=start - 0.4, end=end + 0.4, share=joined.bubble, tooltip=tooltip)
+        )
     return columns
 
 
 def place_of_bubble(run: Run) -> str:
-    """In a few sentences, how large the bubble is and in which rounds it lies."""
+    """How large the bubble is and in which rounds it occurs, in a few sentences."""
     idle = [_idle_slot_seconds(figures) for figures in run.metrics.rounds]
     whole = sum(idle)
     if run.metrics.run.bubble < _HARDLY:
@@ -275,7 +277,7 @@ def place_of_bubble(run: Run) -> str:
 
 
 def _worst(idle: Sequence[float]) -> str:
-    """How much of the idle slot-seconds the worst tenth of the rounds holds."""
+    """The share of the idle slot-seconds in the worst tenth of the rounds."""
     count = math.ceil(len(idle) / 10)
     share = sum(sorted(idle)[-count:]) / sum(idle)
     held = f"{percent(share)} of the idle slot-seconds"
@@ -288,7 +290,7 @@ def _worst(idle: Sequence[float]) -> str:
 
 
 def _tails(run: Run, idle: Sequence[float]) -> str:
-    """What the ends of groups have to do with it; nothing where all rounds or none end one."""
+    """The share of rounds that end groups; empty if all or none do."""
     closing = closing_rounds(run)
     if not closing or len(closing) == len(idle):
         return ""
@@ -304,21 +306,21 @@ def _tails(run: Run, idle: Sequence[float]) -> str:
 
 
 def closing_rounds(run: Run) -> list[int]:
-    """Places among the run's rounds of those whose updates ended a group."""
+    """Indices of the rounds whose updates closed a group."""
     places = {number: place for place, number in enumerate(_round_numbers(run))}
     updates = (event for event in run.record.events if isinstance(event, Update))
     return sorted({places[event.round] for event in updates if event.closed})
 
 
 def _round_numbers(run: Run) -> list[int]:
-    """What the log calls the rounds, in order."""
+    """The round numbers in the log, in order."""
     events = run.record.events
     named = (e.round for e in events if isinstance(e, SyncWeights | Load | Start | Harvest))
     return list(dict.fromkeys(named))
 
 
 def _joined(part: Sequence[Figures]) -> Figures:
-    """What matters to the bubble, over all of them."""
+    """Combine the figures that determine the bubble."""
     return Figures(
         slots=part[0].slots,
         rollout_seconds=sum(figures.rollout_seconds for figures in part),
@@ -338,7 +340,7 @@ def _tooltip(what: str, figures: Figures) -> str:
     )
 
 
-def _strip(run: Run, columns: Sequence[Step]) -> Strip:
+def _strip(run: Run, columns: Sequence[StripColumn]) -> Strip:
     bubble = run.metrics.run.bubble
     note = f"{run.metrics.slots:,} slots, bubble {percent(bubble)}"
     return Strip(name=run.name, note=note, steps=tuple(columns), level=bubble)
@@ -366,8 +368,8 @@ def _groups_figure(runs: Sequence[Run]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One column: where it begins and ends, its share, and what it tells when pointed at."""
+class StripColumn:
+    """One column: start, end, share, and tooltip."""
 
     start: float
     end: float
@@ -377,11 +379,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strip:
-    """The columns of one run in order, and the share of all of them together."""
+    """The columns of one run in order, and their overall share."""
 
     name: str
     note: str
-    steps: tuple[Step, ...]
+    steps: tuple[StripColumn, ...]
     level: float
 
 
@@ -394,14 +396,14 @@ def strips(
     has_whole_x: bool,
     width: int = WIDTH,
 ) -> str:
-    """The strips below each other as a picture for a page."""
+    """The strips above each other as a chart for a page."""
     x_end = max((step.end for row in rows for step in row.steps), default=x_start + 1.0)
     high = _round_up(max((step.share for row in rows for step in row.steps), default=0.0))
     height = _TALL if len(rows) <= _MANY else _FLAT
     pitch = HEADING + height + _BETWEEN
     canvas = Canvas(width, pitch * len(rows) - _BETWEEN + FOOT, label=title)
     frames = [
-        Frame(
+        PlotArea(
             left=_LEFT,
             right=width - _RIGHT,
             top=pitch * place + HEADING,

@@ -1,8 +1,8 @@
-"""What became of the tokens: the ledger as a flow, and the staleness of what was trained on.
+"""The token ledger as a flow, and the staleness of trained tokens.
 
-In the flow, bands are as thick as their tokens, on one scale for all runs, and what goes out is as
-thick as what comes in: decoded = trained + discarded + still cached.
-In the heat map of staleness the shares of one column add up to 1.
+In the flow, the height of a band is its number of tokens, on one scale for all runs, and outputs
+add up to inputs: decoded = trained + discarded + still cached. In the heat map of staleness, the
+shares of a column add up to 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sortedrl.report.charts.svg import (
     SHADES,
     WIDTH,
     Canvas,
-    Frame,
+    PlotArea,
     each_column,
     neighbours,
     round_steps,
@@ -36,7 +36,7 @@ from sortedrl.report.html import figure, remarks, section
 from sortedrl.report.record import Run
 
 MAX_COLUMNS = 80
-"""Columns of one run; where there are more updates, a column is several neighbours."""
+"""Columns per run; beyond this, a column combines neighbouring updates."""
 
 _LEFT, _RIGHT = 76, 20
 _ROW, _LEAST = 16, 3
@@ -54,7 +54,7 @@ _CORNERS = 24
 
 
 def staleness_section(runs: Sequence[Run]) -> str:
-    """A heat map of each run that trained on older tokens, and the numbers of every run."""
+    """A heat map of each run with stale tokens, and the numbers of every run."""
     summary = remarks(((run.name, staleness_text(run)) for run in runs), are_named=len(runs) > 1)
     maps = [
         HeatMap(name=run.name, note=_note(run), columns=staleness_columns(run), place=place)
@@ -71,7 +71,7 @@ def staleness_section(runs: Sequence[Run]) -> str:
 
 
 def staleness_text(run: Run) -> str:
-    """The mean and the most, in a sentence."""
+    """Mean and maximum staleness, in a sentence."""
     figures = run.metrics.run
     if not figures.trajectories:
         return "no updates yet."
@@ -90,7 +90,7 @@ def _note(run: Run) -> str:
 
 
 def staleness_columns(run: Run) -> tuple[Column, ...]:
-    """The updates in order, neighbours together where there are many."""
+    """The updates in order; neighbours are combined if there are many."""
     updates = [event for event in run.record.events if isinstance(event, Update)]
     return tuple(
         _column(part, first=place + 1) for place, part in neighbours(updates, most=MAX_COLUMNS)
@@ -121,7 +121,7 @@ def _caption(runs: Sequence[Run]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """Neighbouring updates: how many answers of each staleness, and their tokens' mean."""
+    """Adjacent updates: the number of answers by staleness, and the mean over tokens."""
 
     first: int
     last: int
@@ -139,11 +139,11 @@ class HeatMap:
     note: str
     columns: tuple[Column, ...]
     place: int
-    """The place of the run among those of the page, for its colour."""
+    """The index of the run on the page, for its colour."""
 
     @property
     def depth(self) -> int:
-        """How many neighbouring values of staleness make one row."""
+        """Number of adjacent staleness values per row."""
         most = max(len(column.answers) for column in self.columns)
         return round_width(most, bins=_ROWS)
 
@@ -154,13 +154,13 @@ class HeatMap:
         return max(_LEAST, math.ceil(most / self.depth))
 
     def values(self, row: int, *, to: str) -> str:
-        """The staleness that a row stands for, with `to` between first and last."""
+        """The staleness range of a row, with `to` between first and last."""
         first = row * self.depth
         return str(first) if self.depth == 1 else f"{first}{to}{first + self.depth - 1}"
 
 
 def heat_maps(maps: Sequence[HeatMap], *, title: str, width: int = WIDTH) -> str:
-    """Maps that have columns, below each other as a picture for a page."""
+    """Heat maps above each other as a chart for a page; those without columns are left out."""
     updates = max(run.columns[-1].last for run in maps)
     heights = [run.num_rows * _ROW for run in maps]
     whole = _KEY + sum(heights) + (HEADING + _BETWEEN) * len(maps) - _BETWEEN + FOOT
@@ -169,7 +169,7 @@ def heat_maps(maps: Sequence[HeatMap], *, title: str, width: int = WIDTH) -> str
     top = float(_KEY)
     for run, height in zip(maps, heights, strict=True):
         top += HEADING
-        frame = Frame(left=_LEFT, right=width - _RIGHT, top=top, floor=top + height)
+        frame = PlotArea(left=_LEFT, right=width - _RIGHT, top=top, floor=top + height)
         frame.draw_name(canvas, run.name, note=run.note, css=series_class(run.place))
         _draw_map(canvas, run, frame=frame, updates=updates)
         top += height + _BETWEEN
@@ -200,7 +200,7 @@ def _draw_key(canvas: Canvas) -> None:
     canvas.text(x + 66, 20, content="mean of tokens", css="small")
 
 
-def _draw_map(canvas: Canvas, run: HeatMap, *, frame: Frame, updates: int) -> None:
+def _draw_map(canvas: Canvas, run: HeatMap, *, frame: PlotArea, updates: int) -> None:
     for row in range(run.num_rows):
         y = frame.y((row + 0.5) / run.num_rows) + 4
         text = run.values(row, to="\N{EN DASH}")
@@ -212,9 +212,9 @@ def _draw_map(canvas: Canvas, run: HeatMap, *, frame: Frame, updates: int) -> No
 
 
 def _draw_column(
-    canvas: Canvas, column: Column, *, run: HeatMap, frame: Frame, left: float, right: float
+    canvas: Canvas, column: Column, *, run: HeatMap, frame: PlotArea, left: float, right: float
 ) -> None:
-    """The shades of a column and its mean; nothing where no answer was trained on."""
+    """The cells of a column and its mean; nothing if no answer was trained."""
     whole = sum(column.answers)
     if not whole:
         return
@@ -261,7 +261,7 @@ def ledger_section(runs: Sequence[Run]) -> str:
 
 
 def ledger_text(run: Run) -> str:
-    """In a sentence, what one token trained on cost."""
+    """Decoded and discarded tokens per trained token, in a sentence."""
     ledger = run.metrics.run.ledger
     if not ledger.decoded:
         return "no answer has finished or been interrupted yet."
@@ -280,7 +280,7 @@ def ledger_text(run: Run) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Where some of the decoded tokens went, by its class, and what the band behind it is."""
+    """A destination of decoded tokens, with the classes of its mark and its band."""
 
     name: str
     tokens: int
@@ -289,9 +289,9 @@ class _Part:
 
 
 def flows(rows: Sequence[tuple[str, Ledger]], *, title: str, width: int = WIDTH) -> str:
-    """The ledgers of runs, by name, below each other as a picture for a page.
+    """The ledgers of runs, by name, above each other as a chart for a page.
 
-    On a narrow one the sum is left out: its parts stand at the bands.
+    A narrow one leaves out the sum: its parts are shown at the bands.
     """
     ends = _ENDS if width >= WIDTH else _NARROW_ENDS
     most = max((ledger.decoded for _, ledger in rows), default=0) or 1
@@ -303,7 +303,7 @@ def flows(rows: Sequence[tuple[str, Ledger]], *, title: str, width: int = WIDTH)
     top = 0.0
     for place, ((name, ledger), height) in enumerate(zip(rows, heights, strict=True)):
         top += HEADING
-        frame = Frame(left=8, right=width - 8, top=top, floor=top + height)
+        frame = PlotArea(left=8, right=width - 8, top=top, floor=top + height)
         frame.draw_name(
             canvas, name, note=_law(ledger) if width >= WIDTH else "", css=series_class(place)
         )
@@ -313,7 +313,7 @@ def flows(rows: Sequence[tuple[str, Ledger]], *, title: str, width: int = WIDTH)
 
 
 def _parts(ledger: Ledger) -> list[_Part]:
-    """The ends of the flow that have any tokens."""
+    """The destinations that have any tokens."""
     parts = [
         _Part(name="trained", tokens=ledger.trained, css="good", band="good band"),
         _Part(name="discarded", tokens=ledger.discarded, css="discarded", band="hatch"),
@@ -373,7 +373,7 @@ def _draw_flow(
 def _band(
     start: float, end: float, *, thick: float, ends: tuple[int, int]
 ) -> list[tuple[float, float]]:
-    """The outline of a band that leaves level at height `start` and arrives level at `end`."""
+    """The outline of a band from height `start` to height `end`, horizontal at both ends."""
     left, right = ends
     upper = []
     for corner in range(_CORNERS + 1):
