@@ -80,11 +80,11 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The call came to nothing."""
+    """The environment gave no answer."""
 
     ticket: int
     fault: Fault
-    words: str
+    message: str
 
 
 class InvalidReplyError(ValueError):
