@@ -88,7 +88,7 @@ class World:
                 keeps_prefixes=True,
             )
         )
-        log = TurnLog(self.events.append, clock=WallClock(), slots=SLOTS, seed=7)
+        log = TurnLog(self.events.append, clock=WallClock(), slots=SLOTS, seed=7, version=0)
         self.scheduler = TurnScheduler(self.engine, queue=QUEUE, seed=7, log=log)
         self.endpoint = Endpoint(
             self.scheduler,
@@ -612,7 +612,7 @@ def test_nothing_is_lost_while_callers_leave_and_weights_come(world):
 def test_a_session_that_was_silent_is_over_and_what_is_left_at_the_end_is_told_so():
     now, events = [0.0], []
     engine = NativeEngine(load_model(MODEL, dtype=None, device="cpu"), slots=1, max_tokens=4)
-    log = TurnLog(events.append, clock=WallClock(), slots=1, seed=0)
+    log = TurnLog(events.append, clock=WallClock(), slots=1, seed=0, version=0)
     scheduler = TurnScheduler(
         engine, queue=9, seed=0, log=log, session_seconds=60, now=lambda: now[0]
     )

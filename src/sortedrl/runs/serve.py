@@ -137,7 +137,9 @@ def serve(
         loaded = _loaded(model, settings, tokenizer)
         engine = stack.enter_context(closing(loaded.engine))
         seed = secrets.randbits(62) if settings.seed is None else settings.seed
-        log = TurnLog(record, clock=WallClock(), slots=engine.slots, seed=seed)
+        log = TurnLog(
+            record, clock=WallClock(), slots=engine.slots, seed=seed, version=engine.version
+        )
         scheduler = TurnScheduler(
             engine,
             queue=settings.queue,
