@@ -26,7 +26,6 @@ from sortedrl.core.files import read_answers
 from sortedrl.errors import ConfigError
 from sortedrl.runs import opening
 from sortedrl.runs.folder import RunFolder
-from sortedrl.training.checkpoint import save
 from sortedrl.training.optimiser import Optimiser
 
 SYNC = ("--schedule.strategy", "sync", "--schedule.group-prompts", "4", "--saving.keep-last", "99")
@@ -252,21 +251,6 @@ def test_the_name_of_a_run_that_is_gone_is_refused(capsys, tmp_path):
     _, err = said(capsys, ["train", tmp_path / "gone", "--resume"], code=2)
     assert "must be a .toml file or the folder of a run" in err
     assert not (tmp_path / "gone").exists()
-
-
-def test_a_checkpoint_of_an_older_version_is_refused_with_what_to_do(capsys, copied):
-    newest = copied / "checkpoints" / "update-000003"
-
-    def write(folder):
-        shutil.copytree(newest, folder, dirs_exist_ok=True)
-        older = {name: value for name, value in state(newest).items() if name != "settings"}
-        (folder / "state.json").write_text(json.dumps(older))
-        (folder / "manifest.json").unlink()
-
-    save(copied / "checkpoints" / "update-000004", write)
-    _, err = said(capsys, ["train", copied, "--resume", *MORE], code=2)
-    assert "saved by an older version of sortedrl" in err
-    assert "--model" in err
 
 
 def test_a_foreign_checkpoint_is_passed_over(capsys, copied):

@@ -31,7 +31,7 @@ from sortedrl.models.tiny import is_tiny
 from sortedrl.runs.plan.cards import BLOCK_TOKENS, Demand
 from sortedrl.runs.plan.dry_run import machine_bytes
 from sortedrl.runs.plan.memory import MemoryPlan
-from sortedrl.training.trainer import export_model
+from sortedrl.training.lora import export_model
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:

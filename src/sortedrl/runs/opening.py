@@ -197,12 +197,6 @@ class _Opening:
             self._tell(f"{folder.root} has no complete checkpoint yet; starting from the beginning")
             return None
         saved = Saved.read(newest)
-        if "settings" not in saved.state:
-            raise CheckpointError(
-                f"{newest}: was saved by an older version of sortedrl, without its settings; "
-                "resume with that version, or start a new run from its model "
-                f"(--model {newest / 'model'}, another --out)"
-            )
         for words in refuse_other_settings(saved.state["settings"], self._settings):
             self._tell(f"resumed with a changed setting: {words}")
         self._tell(f"resuming from {newest}")

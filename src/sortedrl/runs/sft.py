@@ -35,9 +35,8 @@ from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.training.batch import TokenSequence, packs
 from sortedrl.training.checkpoint import write_model
 from sortedrl.training.forward import PackedModel
-from sortedrl.training.lora import trained_parameters
+from sortedrl.training.lora import export_model, trained_parameters
 from sortedrl.training.optimiser import Optimiser
-from sortedrl.training.trainer import export_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,6 @@ from sortedrl.training.lora import (
 from sortedrl.training.trainer import PolicyTrainer
 
 _FOLDER = "shards"
-_OLD_INDEX = "shards.json"
 # The writer makes two copies of what a file has.
 _FILE_BYTES = 128 << 20
 _USE_ANOTHER = "use another checkpoint"
@@ -72,11 +71,6 @@ _USE_ANOTHER = "use another checkpoint"
 
 def is_sharded(folder: Path) -> bool:
     """Whether a checkpoint was written by ranks, each its part."""
-    if (folder / _OLD_INDEX).exists():
-        raise CheckpointError(
-            f"{folder}: its shards must be in the format of torch.distributed.checkpoint, but "
-            "are older; resume it with the version of sortedrl that wrote it"
-        )
     return (folder / _FOLDER).is_dir()
 
 
