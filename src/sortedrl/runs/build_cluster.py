@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from sortedrl.cluster.connection import connected
 from sortedrl.cluster.placement import (
     BundlePlacement,
-    blueprint,
     controller_node,
     device_of_gpu,
+    placement_plan,
     reserved_gpu,
 )
 from sortedrl.cluster.remote_trainer import RankSource, RemoteTrainer
@@ -283,7 +283,7 @@ class RunningCluster:
             else AdapterMerge(model=ModelSettings.of(settings), is_gpu=cluster.gpus_per_worker > 0),
         )
         if cluster.kind == "colocated" and self._trainer is not None:
-            self._trainer.share_memory_with(engine.sleep)
+            self._trainer.sleep_engine_with(engine.sleep)
         return engine
 
 
@@ -293,7 +293,7 @@ def opened_cluster(settings: TrainSettings, *, tell: Tell) -> Iterator[RunningCl
     cluster = settings.cluster
     with ExitStack() as stack:
         stack.enter_context(connected(cluster, tell=tell))
-        wanted = blueprint(cluster, controller=controller_node())
+        wanted = placement_plan(cluster, controller=controller_node())
         placement = BundlePlacement(wanted, seconds=cluster.start_seconds)
         stack.callback(placement.remove)
         gpu = stack.enter_context(reserved_gpu(placement))
