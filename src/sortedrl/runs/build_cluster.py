@@ -41,9 +41,8 @@ from sortedrl.models.loading import (
 from sortedrl.models.shape import shape_of
 from sortedrl.runs.build_engine import (
     PRECISIONS,
+    EngineBuilder,
     GenerationSettings,
-    RolloutWorld,
-    rollout_engine,
 )
 from sortedrl.runs.build_training import (
     ModelSettings,
@@ -80,7 +79,8 @@ class RolloutEngineFactory:
         _set_threads(self.model.threads)
         model = None if self.generation.rollout.is_outside else first_model(self.model)
         device = torch.device("cuda" if self.plan.demand.is_gpu else "cpu")
-        world = RolloutWorld(
+        builder = EngineBuilder(
+            settings=self.generation,
             plan=self.plan,
             device=device if model is None else model.device,
             model=model,
@@ -90,7 +90,7 @@ class RolloutEngineFactory:
             version=0,
         )
         # No weight sync before the first update: all begin with the same model.
-        return rollout_engine(self.generation, world, weights=_no_weights, tell=print)
+        return builder.engine(weights=_no_weights, tell=print)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,10 +30,9 @@ from sortedrl.models.shape import shape_of, shape_of_config
 from sortedrl.rewards.pool.pool import PoolScorer, RewardPool
 from sortedrl.runs.build_engine import (
     PRECISIONS,
+    EngineBuilder,
     GenerationSettings,
-    RolloutWorld,
     device_memory,
-    rollout_engine,
 )
 from sortedrl.runs.plan.dry_run import run_memory
 from sortedrl.runs.plan.page import refuse_too_big
@@ -191,7 +190,8 @@ def training_parts(
             # As it stood: weights newer than the engine's version are synced, and that is logged.
             version = 0 if saved is None else saved.state["engine_version"]
             shape = shape_of_config(trainer.model.config, name=settings.model)
-            world = RolloutWorld(
+            builder = EngineBuilder(
+                settings=GenerationSettings.of(settings),
                 plan=run_memory(
                     settings,
                     shape,
@@ -205,8 +205,7 @@ def training_parts(
                 prompts=tried,
                 version=trainer.version if settings.rollout.is_outside else version,
             )
-            generation = GenerationSettings.of(settings)
-            engine = rollout_engine(generation, world, weights=trainer.weights, tell=tell)
+            engine = builder.engine(weights=trainer.weights, tell=tell)
             opened.callback(engine.close)
         parts = _joined(
             settings,
