@@ -260,5 +260,5 @@ def test_the_trainer_scores_the_trial_before_engines_take_the_rest_of_its_gpus(
         schedule=Schedule(mode="partial"),
     )
     cluster = build_cluster.RunningCluster(settings, None, tell=print)
-    cluster.engine(Trainer(), longest_prompt=8, tried=[[1, 2, 3], [4, 5]])
+    cluster.engine(Trainer(), longest_prompt=8, trial_prompts=[[1, 2, 3], [4, 5]])
     assert calls == ["trainer scores", "engines start", "weights 2", "2 rows compared"]

@@ -411,7 +411,7 @@ def test_a_reward_file_may_be_mended_and_that_is_said(capsys, copied):
 def test_two_processes_never_go_on_with_one_run(runs, copied):
     held = RunFolder(copied)
     with Nursery(runs) as nursery:
-        with held.taken_up():
+        with held.reopened():
             child = nursery.start(["train", copied.name, "--resume", *MORE])
             assert child.wait() == 2
             assert f"another process is training in {copied.name}" in child.err
@@ -419,11 +419,11 @@ def test_two_processes_never_go_on_with_one_run(runs, copied):
             ["train", copied.name, "--resume", "--epochs", "9999", "--max-updates", "99999"]
         )
         assert child.until(lambda: "resuming from" in child.err)
-        with pytest.raises(ConfigError, match="another process"), held.taken_up():
+        with pytest.raises(ConfigError, match="another process"), held.reopened():
             pass
         child.signal(signal.SIGKILL)
         child.wait()
-        with held.taken_up():
+        with held.reopened():
             pass
 
 

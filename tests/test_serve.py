@@ -464,7 +464,7 @@ DEEP = b'{"token_ids":' + b"[" * 200_000
         (LOAD, {"model_path": "a\0b"}, 400, "model_path must be printable text"),
         (LOAD, {"model_path": "weights-1", "weight_version": []}, 400, "weight_version must be"),
         (LOAD, {"model_path": "weights-1", "load_format": "dummy"}, 400, "load_format must be"),
-        ("/v1/chat/completions", {}, 404, "messages become tokens in a program of yours"),
+        ("/v1/chat/completions", {}, 404, "apply the chat template in your program, and send"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused_in_a_sentence(

@@ -1,7 +1,7 @@
 """Builds a run on a cluster: the engine over rollout workers, and the trainer over ranks.
 
-Factories travel to the processes of workers and ranks and are called there, so that weights are
-read where they are needed and never pass through the controller.
+Factories are sent to the processes of workers and ranks and called there, so that weights are read
+where they are needed and never pass through the controller.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _WEIGHT_SYNC = "weight_sync"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutEngineFactory:
-    """The engine of one rollout worker, as the settings of the run want it."""
+    """Makes the engine of one rollout worker."""
 
     model: ModelSettings
     generation: GenerationSettings
@@ -95,7 +95,7 @@ class RolloutEngineFactory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTrainerFactory:
-    """The trainer of one rank."""
+    """Makes the trainer of one rank."""
 
     model: ModelSettings
     update: UpdateSettings
@@ -159,12 +159,12 @@ class AdapterMerge:
 
 @dataclass(slots=True, kw_only=True)
 class SyncMetrics:
-    """The newest weight sync as numbers, for the row of every update."""
+    """The last weight sync as metrics, for the row of every update."""
 
     last: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, done: SyncReport) -> None:
-        """Keep the newest."""
+        """Keep the last one."""
         self.last = {
             "hand_over/seconds": done.seconds,
             "hand_over/bytes": float(done.bytes),
@@ -192,7 +192,7 @@ class RunningCluster:
         if gpu is not None and settings.device is None:
             self.trainer_device = device_of_gpu(gpu)
         self._sync_metrics = SyncMetrics()
-        self._settings = _from_anywhere(settings)
+        self._settings = _with_absolute_paths(settings)
         self._placement = placement
         self._tell = tell
         self._trainer: RemoteTrainer | None = None
@@ -202,7 +202,7 @@ class RunningCluster:
         return self._settings.cluster
 
     def numbers(self) -> Mapping[str, float]:
-        """Those of the last weight sync."""
+        """The metrics of the last weight sync."""
         return self._sync_metrics.last
 
     def trainer(
@@ -218,7 +218,7 @@ class RunningCluster:
                 update=settings.update,
                 temperature=settings.rollout.temperature,
                 total_steps=total_steps(settings, num_rows=num_rows),
-                # Layers that are spread have not been tried compiled on GPUs: only if asked for.
+                # Compiled sharded layers are untested on GPUs: only if set.
                 is_compiled=settings.passes.compiled is True,
                 saved=None if saved is None else (saved[0].absolute(), saved[1]),
             ),
@@ -228,15 +228,15 @@ class RunningCluster:
         return self._trainer
 
     def engine(
-        self, trainer: RunTrainer, *, longest_prompt: int, tried: Sequence[Sequence[int]]
+        self, trainer: RunTrainer, *, longest_prompt: int, trial_prompts: Sequence[Sequence[int]]
     ) -> WorkerPool:
         """The engine over the rollout workers, with the weights of the trainer.
 
         Workers whose vLLM or SGLang computes other log-probabilities of some prompts than the
         trainer are refused.
         """
-        rows = [trial_row(prompt, number) for number, prompt in enumerate(tried)]
-        # Before the engines take what is left of the GPUs that they share with ranks.
+        rows = [trial_row(prompt, number) for number, prompt in enumerate(trial_prompts)]
+        # Before the engines take the free memory of the GPUs that they share with ranks.
         expected = trainer.logprobs(rows) if self._settings.rollout.is_outside else None
         engine = self._started(longest_prompt=longest_prompt)
         with ExitStack() as opened:
@@ -253,7 +253,7 @@ class RunningCluster:
         self._tell(f"starting the engines, rollout workers: {cluster.num_workers}")
         share = replace(settings.engine, slots=settings.engine.slots // cluster.num_workers)
         factory = RolloutEngineFactory(
-            # Of the GPUs of a machine a worker sees its own only.
+            # A worker sees its own GPUs only.
             model=replace(
                 ModelSettings.of(settings), device="cpu" if settings.device == "cpu" else None
             ),
@@ -289,7 +289,7 @@ class RunningCluster:
 
 @contextmanager
 def opened_cluster(settings: TrainSettings, *, tell: Tell) -> Iterator[RunningCluster]:
-    """Ray with all bundles of the run; given back afterwards."""
+    """Ray with all bundles of the run, which are released afterwards."""
     cluster = settings.cluster
     with ExitStack() as stack:
         stack.enter_context(connected(cluster, tell=tell))
@@ -309,8 +309,8 @@ def _set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _from_anywhere(settings: TrainSettings) -> TrainSettings:
-    """The settings with paths that mean the same in a process that was started elsewhere."""
+def _with_absolute_paths(settings: TrainSettings) -> TrainSettings:
+    """The settings with absolute paths, for processes with another working directory."""
     model = Path(settings.model)
     named = str(model.absolute()) if model.exists() else settings.model
     return replace(settings, model=named, out=settings.out.absolute())
