@@ -19,7 +19,7 @@ from sortedrl.config.train import TrainSettings
 from sortedrl.core.buffer_file import save_buffer
 from sortedrl.core.events import EventFile
 from sortedrl.core.files import AnswerFile, LoggedAnswer, MetricsFile, Value
-from sortedrl.core.meter import Figures, Meter, numbers
+from sortedrl.core.meter import Figures, Meter, update_row
 from sortedrl.data.stream import Tokenizer
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.engines.sampling import Sampling
@@ -187,22 +187,17 @@ class TrainingRun:
             self._save()
 
     def _log(self, figures: Figures, values: Mapping[str, float]) -> None:
-        counters = self.counters
-        run = self.logs.meter.run
-        row: dict[str, Value] = {
-            "update": counters.updates,
-            "version": self.parts.trainer.version,
-            "total/seconds": self.parts.clock.seconds(),
-            "total/samples": run.trajectories,
-            "total/trained_tokens": run.ledger.trained,
-            "total/decoded_tokens": run.ledger.decoded,
-            **{f"rollout/{name}": value for name, value in numbers(figures).items()},
-            **values,
-        }
+        totals = update_row(
+            update=self.counters.updates,
+            version=self.parts.trainer.version,
+            seconds=self.parts.clock.seconds(),
+            run=self.logs.meter.run,
+            window=figures,
+        )
+        row = {**totals, **values}
         self.logs.metrics(row)
         self.view.updated(row)
-        shown = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        self.logs.trackers.log(shown, step=counters.updates)
+        self.logs.trackers.log(row, step=self.counters.updates)
         self.on_row(row)
 
     def _require_agreement(self) -> None:

@@ -51,7 +51,7 @@ from sortedrl.engines.streaming.backend import ServerRequirements
 from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 from sortedrl.environments.adapters import is_declared_replayable
 from sortedrl.errors import ConfigError
-from sortedrl.integrations.trl.conversations import Talk, ToolConversations, ToolRules
+from sortedrl.integrations.trl.conversations import Conversation, ToolConversations, ToolRules
 from sortedrl.integrations.trl.engines import (
     base_model,
     cache_bytes,
@@ -80,18 +80,18 @@ _PROBED_ROWS = 8
 
 
 class _OpenedAlready:
-    """Stands for an environment whose conversation is over, where TRL would reset it."""
+    """Takes the place of an environment whose conversation is over, where TRL would reset it."""
 
     def __init__(self, observation: str | None) -> None:
         self._observation = observation
 
     def reset(self, **row: object) -> str | None:
-        """What the environment said when it was reset."""
+        """The text of the environment's own reset."""
         return self._observation
 
 
 class _StepEnd(TrainerCallback):
-    """Tells the trainer that TRL's optimiser step is done, before anything is logged or saved."""
+    """Calls the trainer after TRL's optimiser step, before anything is logged or saved."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
@@ -118,8 +118,8 @@ class SortedGRPOTrainer(GRPOTrainer):
     The methods of environments run in `tool_threads` threads, those of one object never at the
     same time. At most `max_open` conversations are begun at a time, which bounds the live
     environments; with as many as slots, a conversation keeps its slot while it waits for a tool.
-    `is_replayable` says whether the same tool calls give the same results again, by
-    default what the classes of the environments say.
+    `is_replayable`: the same tool calls give the same results again; by default
+    the attribute of the environments' classes.
     """
 
     _tag_names = ["trl", "grpo", "sortedrl"]  # noqa: RUF012  as TRL declares it
@@ -200,9 +200,11 @@ class SortedGRPOTrainer(GRPOTrainer):
         self._sampling = sampling_of(self.args, stop_tokens=self.eos_token_ids)
         self._tool_threads = tool_threads
         self._max_open = max_open
-        self._talks: list[Talk] = []
+        self._live: list[Conversation] = []
         self._conversations: ToolConversations | None = None
-        self._is_replayable = self._says_replayable() if is_replayable is None else is_replayable
+        self._is_replayable = (
+            self._is_declared_replayable() if is_replayable is None else is_replayable
+        )
         self._refuse_mode()
         if self._has_conversations:
             limit = self.max_completion_length
@@ -263,7 +265,7 @@ class SortedGRPOTrainer(GRPOTrainer):
             return super()._prepare_inputs(generation_batch)
         self._batch = rollouts.next_batch()
         if self._conversations is not None:
-            self._talks = self._conversations.talks(self._batch.trajectories)
+            self._live = self._conversations.live(self._batch.trajectories)
         rows = [rollouts.prompts.row_of(t.prompt) for t in self._batch.trajectories]
         inputs = super()._prepare_inputs(rows)
         if self._may_regroup:
@@ -330,15 +332,15 @@ class SortedGRPOTrainer(GRPOTrainer):
             require(
                 [list(t.prompt.tokens) for t in answers] == list(map(list, prompt_ids)),
                 "the same row must give the same prompt, but TRL made another one of it; reset() "
-                "of an environment must say the same whenever it is given the same row",
+                "of an environment must return the same whenever it is given the same row",
             )
         else:
             answers = self._evaluated(prompt_ids)
         if self.model.training and self._conversations is not None:
             if self.environment_factories is not None:
-                self.environments = [talk.environment for talk in self._talks]
+                self.environments = [conversation.environment for conversation in self._live]
             # The first turns only: TRL parses them, and then asks for the rest.
-            firsts = [talk.turns[0] for talk in self._talks]
+            firsts = [conversation.turns[0] for conversation in self._live]
             pairs = zip(firsts, answers, strict=True)
             return firsts, [t.logprobs[: len(turn)] for turn, t in pairs]
         return [t.tokens for t in answers], [t.logprobs for t in answers]
@@ -353,7 +355,7 @@ class SortedGRPOTrainer(GRPOTrainer):
         images: Any,  # noqa: ANN401
         multimodal_fields: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """The conversations that were held; an evaluation is TRL's own loop on our engine."""
+        """The finished conversations; an evaluation is TRL's own loop on our engine."""
         if not self.model.training:
             return super()._tool_call_loop(
                 prompts,
@@ -364,14 +366,14 @@ class SortedGRPOTrainer(GRPOTrainer):
                 images,
                 multimodal_fields,
             )
-        answers, talks = self._batch.trajectories, self._talks
+        answers, talks = self._batch.trajectories, self._live
         return (
             [t.loss_mask for t in answers],
-            [list(talk.messages) for talk in talks],
+            [list(conversation.messages) for conversation in talks],
             [t.response for t in answers],
             [_logprobs_of_all(t) for t in answers],
-            sum(talk.calls for talk in talks),
-            sum(talk.failures for talk in talks),
+            sum(conversation.calls for conversation in talks),
+            sum(conversation.failures for conversation in talks),
             [[] for _ in answers],
         )
 
@@ -387,14 +389,14 @@ class SortedGRPOTrainer(GRPOTrainer):
 
     @contextmanager
     def _opened_already(self, inputs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        """Inside, TRL draws environments that say again what they said, and are not reset."""
+        """Inside, TRL gets environments that repeat the text of their reset, and are not reset."""
         if not self.model.training or self.environment_factories is None:
             yield
             return
         own = self._environment_pool
         drawn: dict[str | None, list[_OpenedAlready]] = {name: [] for name in own}
-        for row, talk in zip(inputs, self._talks, strict=True):
-            drawn[self._environment_name(row)].append(_OpenedAlready(talk.observation))
+        for row, conversation in zip(inputs, self._live, strict=True):
+            drawn[self._environment_name(row)].append(_OpenedAlready(conversation.observation))
         self._environment_pool = drawn
         try:
             yield
@@ -468,7 +470,7 @@ class SortedGRPOTrainer(GRPOTrainer):
         if self._resume_from is not None:
             saved = Saved.read(place.state(self._resume_from))
             saved.refuse_others(identity_of(schedule, prompts, place, seed=seed))
-            self._refuse_begun(saved)
+            self._refuse_unreplayable(saved)
             prompts.position = saved.state["position"]
         place.folder.mkdir(parents=True, exist_ok=True)
         engine = self._opened_engine(prompts)
@@ -534,8 +536,8 @@ class SortedGRPOTrainer(GRPOTrainer):
     def _has_conversations(self) -> bool:
         return bool(self.tools) or self.environment_factories is not None
 
-    def _says_replayable(self) -> bool:
-        """Whether all environments say so; nothing is known about tools without one."""
+    def _is_declared_replayable(self) -> bool:
+        """Whether all environments declare it; tools without an environment cannot."""
         if self.environment_factories is None:
             return False
         probes = [instances[0] for instances in self._environment_pool.values()]
@@ -549,13 +551,13 @@ class SortedGRPOTrainer(GRPOTrainer):
             or schedule.mode != "coupled"
             or schedule.never_interrupts,
             "mode 'coupled' verifies turns and makes their tool calls again, but the environments "
-            "do not say that they are replayable; set is_replayable = True on their classes (or "
+            "are not declared replayable; set is_replayable = True on their classes (or "
             "is_replayable=True here) if the same calls give the same results, or set mode "
             "'partial', 'redraw' or 'on_policy'",
         )
 
-    def _refuse_begun(self, saved: Saved) -> None:
-        """Refuse conversations that were begun and cannot be held again."""
+    def _refuse_unreplayable(self, saved: Saved) -> None:
+        """Refuse conversations in progress that cannot be replayed."""
         if not self._has_conversations or self._is_replayable:
             return
         state = saved.buffer.state()
@@ -608,8 +610,10 @@ class SortedGRPOTrainer(GRPOTrainer):
     def _tokenized(self, rows: list[Mapping[str, Any]]) -> Sequence[Sequence[int]]:
         if self._has_conversations and self._conversations is None:
             self._open_conversations()
-        talk = self._conversations
-        prompts = [row["prompt"] if talk is None else talk.prompt_of(row) for row in rows]
+        conversation = self._conversations
+        prompts = [
+            row["prompt"] if conversation is None else conversation.prompt_of(row) for row in rows
+        ]
         if self.environment_factories is not None:
             self._batch_environments = [self._environment_name(row) for row in rows]
         ids, _, _ = self._tokenize_prompts(prompts)
