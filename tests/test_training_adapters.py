@@ -19,7 +19,7 @@ from sortedrl.training.lora import (
     export_model,
     load_adapters,
     merged_tensors,
-    refuse_turned_layers,
+    refuse_transposed_layers,
     trained_parameters,
 )
 
@@ -162,4 +162,4 @@ def test_layers_with_turned_weights_are_not_merged_by_name():
     with pytest.warns(UserWarning, match="fan_in_fan_out"):
         add_adapters(model, Lora(rank=2, targets=("c_proj",)), seed=0)
     with pytest.raises(ConfigError, match=r"needs plain linear layers, got transformer\.h\.0"):
-        refuse_turned_layers(model)
+        refuse_transposed_layers(model)

@@ -1,4 +1,4 @@
-"""The pool of environments: conversations are answered in worker processes, beside the rollout.
+"""The pool of environments: replies are computed in worker processes during the rollout.
 
     submit --> queue of its worker --> under way --> answered --> collect
                      ^                    |  the worker died: tried once more
@@ -7,7 +7,7 @@
 A conversation stays with one worker, where its live environment is; a worker that hangs beyond the
 time limit or grows beyond the memory limit is killed and replaced, and the other conversations it
 held are replayed when they are answered next. Every conversation submitted comes back exactly once,
-unless it is cancelled: an environment that fails is handled as `environment.on_timeout` says.
+unless it is cancelled; `environment.on_timeout` decides what follows a failure.
 An exception in the code of an environment stops the run, with its traceback.
 
 A supervisor thread runs the workers; the other methods are called from one thread.
@@ -42,7 +42,7 @@ from sortedrl.types import Key, Trajectory
 
 _LOG = logging.getLogger(__name__)
 Failure = Literal["timeout", "memory", "died", "lost", "differs"]
-"""Why an environment did not answer; `differs`: it replied otherwise when it was replayed."""
+"""Why an environment did not answer; `differs`: its reply was another one when replayed."""
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class EnvironmentPool:
         return self.settings.max_open
 
     def open_rows(self, rows: Sequence[Mapping[str, object]]) -> list[Opening]:
-        """How the conversation about each row begins."""
+        """The opening of the conversation of each row."""
         tickets = []
         for place, row in enumerate(rows):
             call = self._call((-1 - place, 0), row, (), is_last=True)
@@ -210,7 +210,7 @@ class EnvironmentPool:
         return Call(ticket=self._next_ticket, key=key, row=dict(row), turns=turns, is_last=is_last)
 
     def _turns(self, trajectory: Trajectory) -> tuple[Turn, ...]:
-        """What the policy wrote, turn by turn, without turns that were answered by an error."""
+        """The turns of the policy; `None` for those that were answered by an error."""
         turns = trajectory.turns
         found: list[Turn] = [self._renderer.text(turn) for turn in turns]
         for place, reply in enumerate(trajectory.replies):
@@ -241,7 +241,7 @@ class EnvironmentPool:
         self._by_key.pop(trajectory.key, None)
         if not isinstance(result, Answered):
             return self._failed(trajectory, result)
-        if not self._is_as_before(trajectory, result):
+        if not self._is_unchanged(trajectory, result):
             self.cancel(trajectory)
             return self._failed(trajectory, "differs")
         reply = result.replies[-1]
@@ -271,8 +271,8 @@ class EnvironmentPool:
             )
         return tokens
 
-    def _is_as_before(self, trajectory: Trajectory, result: Answered) -> bool:
-        """Whether a replayed conversation is the one that was held."""
+    def _is_unchanged(self, trajectory: Trajectory, result: Answered) -> bool:
+        """Whether a replayed conversation has the same replies as before."""
         replayed = result.replies[:-1]
         self.stats.replayed_turns += len(replayed)
         kept, turns = trajectory.replies, trajectory.turns
@@ -284,7 +284,7 @@ class EnvironmentPool:
             if again != kept[place] or reply.is_done:
                 if not self.stats.failures["differs"]:
                     _LOG.warning(
-                        "the environment %r says that it is replayable, but gave prompt %d another "
+                        "the environment %r has is_replayable, but gave prompt %d another "
                         "reply to turn %d the second time; such conversations are cut off. Make it "
                         "deterministic, or set its is_replayable to False",
                         self._source.function,
@@ -452,7 +452,7 @@ class EnvironmentPool:
 
 
 def opened_rows(pool: EnvironmentPool, rows: Sequence[Row]) -> list[Row]:
-    """The rows with the messages and the tools that their environments open with."""
+    """The rows with the opening messages and the tools of their environments."""
     fields = [_fields(row) for row in rows]
     return [
         replace(
@@ -492,7 +492,7 @@ class EnvironmentScorer:
             self._scorer.submit(trajectory)
 
     def cancel(self, trajectory: Trajectory) -> None:
-        """Forget a conversation that will be renewed before it is trained on."""
+        """Drop a conversation that will be renewed before it is trained on."""
         if self._scorer is not None:
             self._scorer.cancel(trajectory)
 

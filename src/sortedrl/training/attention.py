@@ -205,7 +205,7 @@ def _by_kernel(
 def _one_by_one(
     q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, row: Row, *, scale: float, window: int | None
 ) -> Tensor:
-    """Each sequence by itself; on the CPU as fast as a batch of equal lengths."""
+    """One sequence at a time; on the CPU as fast as a batch of equal lengths."""
     if q_1HRD.is_cuda:
         # The kernels for float32 do not share heads, and without a kernel scores take L x L.
         k_1KRD, v_1KRD = _repeated(k_1KRD, q_1HRD), _repeated(v_1KRD, q_1HRD)

@@ -33,7 +33,7 @@ from sortedrl.types import LARGEST_REWARD, TrainBatch, Trajectory, impossible_lo
 class TokenSequence:
     """A prompt and an answer to it, whose tokens are to be scored.
 
-    In a conversation, `answer` also holds what the environment said, which is read but not scored.
+    In a conversation, `answer` also has the replies of the environment, which are not scored.
     """
 
     prompt: Sequence[int]

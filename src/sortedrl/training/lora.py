@@ -50,7 +50,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> None:
 
 @contextmanager
 def _as_with_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Weights without memory look like those of the CPU: peft puts adapters where they are."""
+    """Weights without memory look like CPU weights, which decide the device of the adapters."""
     without = [
         (module, name, weight)
         for module in model.modules()
@@ -69,7 +69,7 @@ def _as_with_weights(model: PreTrainedModel) -> Iterator[None]:
 
 
 def plain_name(name: str) -> str:
-    """What the plain model calls a weight that has adapters beside it."""
+    """The name of a weight with adapters in the plain model."""
     return name.replace(".base_layer.", ".")
 
 
@@ -104,8 +104,8 @@ def merged_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def refuse_turned_layers(model: PreTrainedModel) -> None:
-    """Refuse adapters of layers that keep their weights turned: they are merged by name only."""
+def refuse_transposed_layers(model: PreTrainedModel) -> None:
+    """Refuse adapters of layers with transposed weights: they are merged by name only."""
     from peft.tuners.lora import Linear
 
     for name, module in model.named_modules():
@@ -117,7 +117,7 @@ def refuse_turned_layers(model: PreTrainedModel) -> None:
 
 
 def adapter_scale(model: PreTrainedModel) -> float:
-    """What the product of an adapter's two parts is multiplied by."""
+    """The factor of the product of an adapter's two parts."""
     from peft.tuners.lora import Linear
 
     scales = (module.scaling[_NAME] for module in model.modules() if isinstance(module, Linear))
@@ -130,7 +130,7 @@ def adapters_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """What the two parts of the adapter of a weight are called, if it has one."""
+    """The names of the two parts of the adapter of a weight, if it has one."""
     layer = name.removesuffix(".weight")
     return f"{layer}{_PART}A.{_NAME}.weight", f"{layer}{_PART}B.{_NAME}.weight"
 

@@ -185,12 +185,12 @@ class TokenLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What the loss needs beside the current log-probabilities; nothing has a gradient."""
+    """The inputs of the loss besides the current log-probabilities; none has a gradient."""
 
     advantages_T: Tensor
     anchor_T: Tensor
     """The log-probabilities that the clipped ratio is taken against: those of the proximal policy,
-    or of the behaviour policy where `correction.ratio` says so."""
+    or of the behaviour policy, depending on `correction.ratio`."""
     corrections_T: Tensor
     """From `correction_weights`."""
     weights_T: Tensor

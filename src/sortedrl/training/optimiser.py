@@ -254,7 +254,7 @@ class Optimiser:
         self._state.load(tensors)
         self._steps = {name: parameter_steps[name] for name in self._parameters}
         self._num_steps = num_steps
-        # One saved without a scale goes on with the first.
+        # One saved without a scale continues with the initial one.
         if self._scale is not None and "loss_scale" in values:
             self._scale.load_state(values["loss_scale"])
         self.zero_grad()

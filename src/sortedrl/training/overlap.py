@@ -1,9 +1,9 @@
-"""A trainer whose updates run beside the rollout, in a thread, one at a time.
+"""A trainer whose updates run during the rollout, in a thread, one at a time.
 
     submit -> accepted -> begin -> in progress -> result -> finished
 
 While an update is only accepted, the inner trainer is idle, and its weights are those before the
-update: this is when the engine gets them. While it is in progress, nobody else touches that
+update: this is when the engine gets them. While it is in progress, nothing else uses that
 trainer; version and numbers stay those before it until it has finished. So nothing depends on which
 of the two is faster.
 """
@@ -73,7 +73,7 @@ class OverlappedTrainer:
         self._accepted = batch
 
     def begin(self) -> None:
-        """Begin the update that was submitted, beside what follows; without one, do nothing."""
+        """Start the update that was submitted, in the background; without one, do nothing."""
         batch, self._accepted = self._accepted, None
         if batch is None:
             return
@@ -138,7 +138,7 @@ class OverlappedTrainer:
         self._trainer.export(folder, tokenizer=tokenizer)
 
     def close(self) -> None:
-        """Let go of the trainer; an update that is still in progress is dropped."""
+        """Close the trainer; an update that is still in progress is dropped."""
         # First, as this may be what ends it.
         self._trainer.close()
         self._executor.shutdown()

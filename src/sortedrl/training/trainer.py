@@ -154,7 +154,7 @@ class PolicyTrainer:
         version: int = 0,
         ranks: RankGroup = SINGLE_RANK,
     ) -> None:
-        """Train the policy's model as the settings say."""
+        """A trainer of the policy's model."""
         check_functions(settings.algorithm)
         self.version = version
         self.held: tuple[Trajectory, ...] = ()

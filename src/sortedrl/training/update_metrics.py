@@ -79,7 +79,7 @@ class UpdateRecord:
     proximal_T: Tensor
     """Log-probabilities under the weights at the start of the update."""
     current_T: Tensor
-    """Log-probabilities under the weights being trained, when the token was last met."""
+    """Log-probabilities under the weights being trained, when the token was last trained on."""
     correction: Correction
     tokens: TokenLosses
     """Of all micro-batches, in any order."""

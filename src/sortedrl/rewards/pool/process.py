@@ -185,8 +185,8 @@ def _descendants(root: int) -> Iterator[int]:
 def children_of(pid: int) -> list[int]:
     """The children of all threads of a process."""
     if not _LISTS_CHILDREN:
-        everybody = (int(path.name) for path in _PROC.glob("[0-9]*"))
-        return [child for child in everybody if _stat(child)[1:2] == [str(pid)]]
+        pids = (int(path.name) for path in _PROC.glob("[0-9]*"))
+        return [child for child in pids if _stat(child)[1:2] == [str(pid)]]
     children: list[int] = []
     with suppress(OSError):
         for task in (_PROC / str(pid) / "task").iterdir():
@@ -403,7 +403,7 @@ class Supervisor:
         try:
             os.write(self._wake_writer.fileno(), b".")
         except (BlockingIOError, OSError):
-            return  # it is awake, or has ended
+            return  # it is running, or has ended
 
     def wait(self, connections: Iterable[Connection], seconds: float | None) -> list[Connection]:
         """Wait in the thread for a message, a call of `wake` or the time.
@@ -588,7 +588,7 @@ class Workers(Generic[W]):
 
 @dataclass(frozen=True, slots=True)
 class Served(Generic[T]):
-    """A worker that has loaded its source: its end of the socket, and the work that arrives."""
+    """The worker's side once its source is loaded: its end of the socket, and the incoming work."""
 
     connection: Connection
     setup: Setup
