@@ -133,7 +133,7 @@ class ResidentState:
                 rate=rate,
                 has_decay=self._parameters[names[0]].ndim >= 2,
             )
-        _show(self._masters, self._parameters)
+        _write_back(self._masters, self._parameters)
 
     def _together(self, gradients: Mapping[str, Tensor]) -> list[list[str]]:
         """Names for one call each: matrices, the rest, and one by one what is copied to fp32."""
@@ -167,7 +167,7 @@ class ResidentState:
         """Copy all of them."""
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
-        _show(self._masters, self._parameters)
+        _write_back(self._masters, self._parameters)
 
     def on_device(self) -> list[Tensor]:
         """Everything."""
@@ -208,7 +208,7 @@ class EightBitState:
             )
             for moment, numbers in zip(packed, (first, second), strict=True):
                 moment.set(numbers)
-        _show(self._masters, self._parameters)
+        _write_back(self._masters, self._parameters)
 
     def kinds(self) -> dict[str, Kind]:
         """Dtypes and shapes of `tensors`."""
@@ -233,7 +233,7 @@ class EightBitState:
             master.copy_(tensors[f"{MASTER}.{name}"])
         for (moment, piece), packed in self._packed.items():
             packed.set(piece.of(local(tensors[f"{moment}.{piece.name}"])))
-        _show(self._masters, self._parameters)
+        _write_back(self._masters, self._parameters)
 
     def on_device(self) -> list[Tensor]:
         """Masters, codes and scales."""
@@ -336,11 +336,11 @@ class Piece:
     stop: int
 
     def __len__(self) -> int:
-        """Its numbers."""
+        """The number of its elements."""
         return self.stop - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor, as a view."""
+        """This piece of a tensor, as a view."""
         return tensor.view(-1)[self.start : self.stop]
 
     def gradient(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
@@ -482,7 +482,7 @@ def _zeros(parameter: Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def _show(masters: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> None:
+def _write_back(masters: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> None:
     """Set the 16-bit weights from their masters."""
     for name, master in masters.items():
         parameters[name].copy_(master)
@@ -544,7 +544,7 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class _Stage:
-    """A place on the device for the moments and the master of one piece."""
+    """A staging buffer on the device for the moments and the master of one piece."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._slab = torch.empty((3, size), dtype=torch.float32, device=device)
@@ -553,7 +553,7 @@ class _Stage:
         self.left = _event(device)
 
     def numbers(self, size: int, *, count: int) -> list[Tensor]:
-        """So many runs of this size."""
+        """Buffers of this size."""
         return [self._slab[n, :size] for n in range(count)]
 
 

@@ -95,7 +95,7 @@ def is_held_back(
 def step_scale(
     behaviour_T: Tensor, proximal_T: Tensor, *, lengths_N: Tensor, correction: Correction
 ) -> float:
-    """What the learning rate of a step is multiplied by: 1 where all weights are alike.
+    """The factor of the learning rate of a step: 1 if all weights are equal.
 
     It is the square root of the effective share, as the steps of AdamW do not shrink with the
     gradient. Weights are truncated at `max_ratio`: one absurd ratio must not stop learning.

@@ -23,7 +23,7 @@ from sortedrl.types import TrainBatch, Trajectory, Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Running:
-    """An update in progress, and what the trainer shows meanwhile."""
+    """An update in progress, and the state of the trainer before it."""
 
     batch: TrainBatch
     began: float
@@ -36,7 +36,7 @@ class OverlappedTrainer:
     """A `RunTrainer` around another one, and the loop's `Overlap`."""
 
     def __init__(self, trainer: RunTrainer, *, seconds: Callable[[], float]) -> None:
-        """Time is taken from `seconds`, which is asked in the thread of the update too."""
+        """`seconds` is the clock; it is read in the thread of the update too."""
         self._trainer = trainer
         self._seconds = seconds
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
@@ -58,7 +58,7 @@ class OverlappedTrainer:
 
     @property
     def device(self) -> str:
-        """What it computes on, for a person."""
+        """The device it computes on, for display."""
         return self._trainer.device
 
     def update(self, batch: TrainBatch) -> None:
@@ -89,7 +89,7 @@ class OverlappedTrainer:
     def result(self) -> FinishedUpdate | None:
         """Wait for the update that was submitted or begun; `None` if there is none.
 
-        What the update raised is raised here, each time it is asked for.
+        An exception of the update is raised here, on every call.
         """
         self.begin()
         running = self._running
