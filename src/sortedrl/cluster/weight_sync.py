@@ -80,6 +80,19 @@ class SyncReport:
     seconds: float
     """Of the whole push, transports that failed included."""
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """For the metrics row of an update."""
+        return {
+            "hand_over/seconds": self.seconds,
+            "hand_over/bytes": float(self.bytes),
+            "hand_over/buckets": float(self.buckets),
+            "hand_over/workers": float(self.workers),
+            "hand_over/put_seconds": self.put_seconds,
+            "hand_over/fetch_seconds": self.fetch_seconds,
+            "hand_over/load_seconds": self.load_seconds,
+        }
+
 
 class SyncTarget(Protocol):
     """A rollout worker that weights are pushed to."""

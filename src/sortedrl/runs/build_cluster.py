@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,25 +157,6 @@ class AdapterMerge:
         return MergedWeights(self._base, adapters, scale=lora.alpha / lora.rank)
 
 
-@dataclass(slots=True, kw_only=True)
-class SyncMetrics:
-    """The last weight sync as metrics, for the row of every update."""
-
-    last: Mapping[str, float] = field(default_factory=dict)
-
-    def __call__(self, done: SyncReport) -> None:
-        """Keep the last one."""
-        self.last = {
-            "hand_over/seconds": done.seconds,
-            "hand_over/bytes": float(done.bytes),
-            "hand_over/buckets": float(done.buckets),
-            "hand_over/workers": float(done.workers),
-            "hand_over/put_seconds": done.put_seconds,
-            "hand_over/fetch_seconds": done.fetch_seconds,
-            "hand_over/load_seconds": done.load_seconds,
-        }
-
-
 class RunningCluster:
     """A Ray with the bundles of a run, in which its engine and its trainer are started."""
 
@@ -191,7 +172,7 @@ class RunningCluster:
         self.trainer_device = settings.device
         if gpu is not None and settings.device is None:
             self.trainer_device = device_of_gpu(gpu)
-        self._sync_metrics = SyncMetrics()
+        self._last_sync: SyncReport | None = None
         self._settings = _with_absolute_paths(settings)
         self._placement = placement
         self._tell = tell
@@ -203,7 +184,7 @@ class RunningCluster:
 
     def numbers(self) -> Mapping[str, float]:
         """The metrics of the last weight sync."""
-        return self._sync_metrics.last
+        return {} if self._last_sync is None else self._last_sync.metrics
 
     def trainer(
         self, *, num_rows: int, saved: tuple[Path, Mapping[str, Any]] | None
@@ -248,6 +229,9 @@ class RunningCluster:
             opened.pop_all()
         return engine
 
+    def _keep_report(self, report: SyncReport) -> None:
+        self._last_sync = report
+
     def _started(self, *, longest_prompt: int) -> WorkerPool:
         settings, cluster = self._settings, self._cluster
         self._tell(f"starting the engines, rollout workers: {cluster.num_workers}")
@@ -272,7 +256,7 @@ class RunningCluster:
             placement=self._placement,
             source=LocalSource() if self._trainer is None else RankSource(self._trainer),
             tell=self._tell,
-            report=self._sync_metrics,
+            report=self._keep_report,
             log_folder=settings.out / _LOGS,
             weight_sync_folder=settings.out / _WEIGHT_SYNC,
             spare=settings.rollout.queue,

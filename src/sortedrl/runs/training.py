@@ -406,11 +406,11 @@ class Evaluator:
                 parts[name] += value
         total = sum(len(answers) for answers in right.values())
         telling = (task for task in sorted(rewards) if rewards[task] != right[task])
-        is_talk = self.environments is not None
+        has_turns = self.environments is not None
         return Scores(
             by_task={task: sum(answers) / len(answers) for task, answers in sorted(right.items())},
             mean_length=tokens / total,
             rewards_by_task={task: sum(rewards[task]) / len(rewards[task]) for task in telling},
-            mean_turns=parts[TURNS] / total if is_talk else None,
-            mean_outside_seconds=parts[OUTSIDE_SECONDS] / total if is_talk else None,
+            mean_turns=parts[TURNS] / total if has_turns else None,
+            mean_outside_seconds=parts[OUTSIDE_SECONDS] / total if has_turns else None,
         )
