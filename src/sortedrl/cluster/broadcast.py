@@ -67,7 +67,7 @@ def parts(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """The tensors in order, in parts of about so many bytes; at least one tensor in each.
 
-    They are taken one after the other, so they may be gathered while they are asked for.
+    They are taken one after the other, so they may be gathered during the iteration.
     """
     named = ((name, as_tensor(name, given)) for name, given in tensors)
     return in_buckets(((pair, pair[1].nbytes) for pair in named), max_bytes=bucket_bytes)

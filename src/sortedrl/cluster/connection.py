@@ -86,7 +86,7 @@ def _own(cluster: Cluster) -> Any:  # noqa: ANN401  Ray's context has no public 
     import ray
 
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_HEAD_SECONDS))
-    asked = int(placement_plan(cluster).total.get("CPU", 0))
+    num_cpus = int(placement_plan(cluster).total.get("CPU", 0))
     store = cluster.object_store_gib
     until = monotonic() + cluster.start_seconds
     while True:
@@ -94,7 +94,7 @@ def _own(cluster: Cluster) -> Any:  # noqa: ANN401  Ray's context has no public 
             return ray.init(
                 address="local",
                 namespace=_NAMESPACE,
-                num_cpus=max(os.cpu_count() or 1, asked),
+                num_cpus=max(os.cpu_count() or 1, num_cpus),
                 include_dashboard=None if cluster.dashboard else False,
                 object_store_memory=None if store is None else int(store * _GIB),
                 logging_level=logging.ERROR,

@@ -172,7 +172,7 @@ class RemoteEngine:
 
 
 def wait_until_ready(
-    asked: Sequence[ObjectRef[Any]], actors: Sequence[Actor], *, quiet_seconds: float
+    results: Sequence[ObjectRef[Any]], actors: Sequence[Actor], *, quiet_seconds: float
 ) -> list[Any]:
     """The results of these calls to actors, regardless of how long the actors make progress.
 
@@ -181,7 +181,7 @@ def wait_until_ready(
     times as long as on an idle one, and an actor may have to wait for another.
     """
     until, used = monotonic() + quiet_seconds, 0.0
-    waiting = list(asked)
+    waiting = list(results)
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_SECONDS)
         ray.get(ready)
@@ -194,7 +194,7 @@ def wait_until_ready(
                 until, used = monotonic() + quiet_seconds, now
         if monotonic() >= until:
             raise GetTimeoutError(f"timed out, no progress for {quiet_seconds:g} s")
-    return list(ray.get(list(asked)))
+    return list(ray.get(list(results)))
 
 
 def kill_worker(actor: Actor) -> None:

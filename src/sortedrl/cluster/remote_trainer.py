@@ -362,15 +362,15 @@ class RemoteTrainer:
         """
         if self.is_closed:
             raise TrainerLost("the trainer's ranks have ended")
-        asked = [method(rank) for rank in self._ranks]
+        results = [method(rank) for rank in self._ranks]
         try:
-            waiting = asked
+            waiting = results
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=1)
                 ray.get(done)
-            return list(ray.get(asked))
+            return list(ray.get(results))
         except RayError as error:
-            raise self._failure(asked, error) from error
+            raise self._failure(results, error) from error
 
     def _opened(self, factory: TrainerFactory) -> list[RankInfo]:
         seconds = self._cluster.start_seconds
@@ -401,10 +401,10 @@ class RemoteTrainer:
                 "sortedrl cluster check, or raise cluster.start_seconds"
             ) from error
 
-    def _failure(self, asked: Sequence[ObjectRef[Any]], first: RayError) -> Exception:
+    def _failure(self, results: Sequence[ObjectRef[Any]], first: RayError) -> Exception:
         """The error to raise: that a rank is lost comes before the errors of the others."""
-        ray.wait(list(asked), num_returns=len(asked), timeout=_OTHERS_SECONDS)
-        found = [first, *self._errors(asked)]
+        ray.wait(list(results), num_returns=len(results), timeout=_OTHERS_SECONDS)
+        found = [first, *self._errors(results)]
         is_lost = any(isinstance(error, ActorDiedError | ActorUnavailableError) for error in found)
         own = [
             error.cause
@@ -427,11 +427,11 @@ class RemoteTrainer:
         )
         return TrainerLost(f"a trainer rank is lost: {reason}{self._log_hint}")
 
-    def _errors(self, asked: Sequence[ObjectRef[Any]]) -> list[RayError]:
+    def _errors(self, results: Sequence[ObjectRef[Any]]) -> list[RayError]:
         found = []
-        for reference in asked:
+        for result in results:
             try:
-                ray.get(reference, timeout=0)
+                ray.get(result, timeout=0)
             except RayError as error:
                 found.append(error)
         return found

@@ -55,7 +55,7 @@ class Call:
     is_last: bool = False
     """Whether the conversation ends with this call, so that its environment is closed."""
     is_answered: bool = False
-    """Whether the last turn was answered before, and only the reward is asked for."""
+    """Whether the last turn was answered before, and only the reward is missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
 
 The judge gets the question, the gold answer (if the row has one) and the response, and must end
 with `Score: x`, x between 0 and `scale`. Requests run concurrently (`rewards.concurrency`) and are
-retried; equal content is asked once. Its tokens and failures are parts of the
+retried; equal requests are sent once. Its tokens and failures are parts of the
 reward, and so in the metrics of every update: `judge_tokens`, `judge_failed`, `judge_cached`.
 """
 
@@ -61,7 +61,7 @@ async def judge_reward(
     `rewards.time_limit_seconds` must allow for `attempts` times `seconds`.
     """
     gold = prompt.fields.get("answer")
-    asked = template.format(
+    content = template.format(
         question=_question(prompt),
         gold="" if gold is None else f"Right answer:\n{gold}\n\n",
         response=response,
@@ -69,7 +69,7 @@ async def judge_reward(
     )
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": asked}],
+        "messages": [{"role": "user", "content": content}],
         "temperature": 0,
         "max_tokens": max_tokens,
     }
@@ -149,8 +149,8 @@ def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) ->
 
 
 def _question(prompt: Prompt) -> str:
-    asked = prompt.fields.get("prompt", "")
-    if isinstance(asked, str):
-        return asked
-    assert isinstance(asked, list | tuple), "a prompt is text or a list of messages"
-    return "\n\n".join(str(message["content"]) for message in asked)
+    text = prompt.fields.get("prompt", "")
+    if isinstance(text, str):
+        return text
+    assert isinstance(text, list | tuple), "a prompt is text or a list of messages"
+    return "\n\n".join(str(message["content"]) for message in text)

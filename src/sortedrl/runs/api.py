@@ -386,7 +386,7 @@ def _only_here(source: RewardSource | None) -> RewardSource | None:
 
 
 def _folder(out: str | Path | None, base: TrainSettings, *, is_chosen: bool) -> Path:
-    """The folder of a new run: the one that is asked for, or a free one."""
+    """The folder of a new run: the given one, or a free one."""
     if out is None and not is_chosen:
         numbered = (f"{base.out.name}-{number}" for number in count(2))
         return free_path(base.out.parent, chain([base.out.name], numbered))

@@ -149,7 +149,7 @@ class AdapterMerge:
     _base: Mapping[str, Tensor] | None = None
 
     def __call__(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The weights of the engine by name, each merged when it is asked for."""
+        """The weights of the engine by name, each merged when it is read."""
         if self._base is None:
             self._base = weights_of(self.model.model, dtype=_dtype(self.model, is_gpu=self.is_gpu))
         lora = self.model.lora

@@ -110,19 +110,19 @@ def _without_shared_rows(
         return task
     left_out: set[int] = set()
     for other in held_out:
-        asked = other.rows[: evaluation.limit]
-        shared = shared_rows(task.rows, asked)
+        evaluated = other.rows[: evaluation.limit]
+        shared = shared_rows(task.rows, evaluated)
         if not shared.asked:
             continue
         found = (
-            f"{len(shared.asked):,} of the {len(asked):,} rows of {other.name} ask what "
-            f"{task.name} trains on (first: {asked[shared.asked[0]].place})"
+            f"{len(shared.asked):,} of the {len(evaluated):,} rows of {other.name} have "
+            f"the question of a row of {task.name} (first: {evaluated[shared.asked[0]].place})"
         )
         if evaluation.shared_rows == "refuse":
             raise ConfigError(
-                f"evaluation.tasks must not ask what is trained on, but {found}; evaluate on "
-                "other rows (another split, seed or file), or set evaluation.shared_rows to "
-                "leave_out (these rows are not trained on) or to allow"
+                f"evaluation.tasks must not have questions that are trained on, but {found}; "
+                "evaluate on other rows (another split, seed or file), or set "
+                "evaluation.shared_rows to leave_out (these rows are not trained on) or to allow"
             )
         tell(f"{found}; {len(shared.trained):,} rows are not trained on")
         left_out |= shared.trained

@@ -363,9 +363,9 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Asks the same questions again and again, with the same noise.
+    """Evaluates on the same questions each time, with the same noise.
 
-    Engine and environments are lent: they must be idle whenever scores are asked for.
+    Engine and environments are shared with the training: they must be idle during an evaluation.
     """
 
     questions: Sequence[Question]

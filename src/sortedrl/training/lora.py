@@ -152,7 +152,7 @@ def merged_weight(
 class MergedWeights(Mapping[str, Tensor]):
     """The weights of the plain model: those that a run began with, with adapters merged.
 
-    A weight is merged whenever it is asked for, and not kept.
+    A weight is merged whenever it is read, and not kept.
     """
 
     def __init__(

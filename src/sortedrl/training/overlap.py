@@ -95,14 +95,14 @@ class OverlappedTrainer:
         running = self._running
         if running is None:
             return None
-        asked = self._seconds()
+        waited_from = self._seconds()
         ended = running.ended.result()
         self._running = None
         self._finished = FinishedUpdate(
             batch=running.batch,
             version=self._trainer.version,
             took_seconds=ended - running.began,
-            beside_seconds=min(asked, ended) - running.began,
+            beside_seconds=min(waited_from, ended) - running.began,
         )
         return self._finished
 

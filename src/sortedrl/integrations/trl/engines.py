@@ -38,7 +38,7 @@ class SyncedServer:
     """A vLLM server as a `Backend`; TRL sends it new weights and resets its prefix cache."""
 
     def __init__(self, server: Any, *, slots: int) -> None:  # noqa: ANN401  needs extra `servers`
-        """Take over an opened `VllmServer`, with a share of its slots."""
+        """Wrap an opened `VllmServer`, with a share of its slots."""
         self._server = server
         self.name: str = server.name
         self.limits: BackendLimits = replace(server.limits, slots=slots)

@@ -20,7 +20,7 @@ Where the run stands follows from the step and from TransferQueue, which verl sa
 state of ours to save.
 
 In mode `partial` verl's own client resumes an interrupted answer where it stood. In the on-policy
-modes `RestartingClient` asks again for it, and `SeededAgentLoop` gives every answer a seed, so that
+modes `RestartingClient` requests it again, and `SeededAgentLoop` gives every answer a seed, so that
 in mode `redraw` the same answer comes back as far as the old and the new weights agree.
 """
 
@@ -345,7 +345,7 @@ class SortedTrainer(PPOTrainerColocateAsync):
 
 
 class RestartingClient(LLMServerClient):
-    """A client that asks again for an aborted answer, from its prompt and with the same seed."""
+    """A client that requests an aborted answer again, from its prompt and with the same seed."""
 
     async def generate(
         self,

@@ -5,8 +5,8 @@
        +---- `changed` -----+
 
 A pool has one `Supervisor`, and in its thread one `Workers`, which starts, limits and replaces the
-processes; what is asked of them and what becomes of it is the pool's own. Messages are Python
-objects of ours, over a socket. All processes that a worker starts are tracked and killed with it:
+processes; the calls and their results are the pool's own. Messages are Python objects of ours, over
+a socket. All processes that a worker starts are tracked and killed with it:
 
     pool ── guard ── worker ── what the reward starts
                └──── what it leaves behind: daemons, processes in sessions of their own

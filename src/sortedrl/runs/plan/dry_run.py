@@ -182,8 +182,8 @@ def run_memory(
 def _shape(model: str, *, tell: Callable[[str], None]) -> tuple[Shape, bool]:
     """The shape of the model, and whether it is from the model's own config.
 
-    The hub is not asked about a model that is known here: out of reach it takes a minute to say
-    so, and its answer is the same.
+    A known model is not looked up on the hub: the answer is the same, and without a connection
+    the error takes a minute.
     """
     if model not in KNOWN_SHAPES or Path(model).exists():
         return shape_of(model), True

@@ -136,7 +136,7 @@ def predict(
     if conversations is not None:
         known = _per_turn(known, conversations)
         fitting = _fitting(conversations, known, demand)
-        # A guess is made to fit; what was given is not, and that is said.
+        # A guess is adjusted to fit; given lengths are not, and the plan says so.
         fills_context = fitting != conversations and not are_turns_guessed
         conversations = fitting
         talk = _drawn_conversations(known, conversations, demand)

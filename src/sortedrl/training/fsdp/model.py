@@ -68,7 +68,7 @@ def _shard(module: nn.Module, ranks: Ranks, *, dtype: torch.dtype) -> None:
         mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
     )
     assert isinstance(module, FSDPModule)
-    # Without the second, a factor other than the number of ranks asks for a sum that only NCCL has.
+    # Without the second, a factor other than the number of ranks needs a sum that only NCCL has.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
@@ -113,7 +113,7 @@ def read_weights(model: PreTrainedModel, ranks: Ranks, *, name: str | Path) -> N
         weight = nn.Parameter(parts[names[0]], tensors[names[0]].requires_grad)
         given.update({own[plain]: weight for plain in names})
     model.load_state_dict(given, strict=False, assign=True)
-    # FSDP takes over what was assigned.
+    # FSDP uses the assigned tensors.
     nn.Module.to(model, ranks.device)
 
 
