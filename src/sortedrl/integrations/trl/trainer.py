@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import (
-    PreTrainedModel,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -46,19 +45,10 @@ from sortedrl.core.clock import WallClock
 from sortedrl.core.files import write_whole
 from sortedrl.core.randomness import mix
 from sortedrl.engines.generation import RolloutEngine, run_to_end
-from sortedrl.engines.native import NativeEngine
-from sortedrl.engines.streaming.backend import ServerRequirements
-from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 from sortedrl.environments.adapters import is_declared_replayable
 from sortedrl.errors import ConfigError
 from sortedrl.integrations.trl.conversations import Conversation, ToolConversations, ToolRules
-from sortedrl.integrations.trl.engines import (
-    base_model,
-    cache_bytes,
-    cast_copy,
-    connected_server,
-    plain_weights,
-)
+from sortedrl.integrations.trl.engines import EngineFactory, TrainerEngine
 from sortedrl.integrations.trl.rollouts import (
     DatasetPrompts,
     RankPlace,
@@ -67,10 +57,8 @@ from sortedrl.integrations.trl.rollouts import (
     identity_of,
 )
 from sortedrl.integrations.trl.settings import sampling_of, schedule_for
-from sortedrl.types import Prompt, TrainBatch, Trajectory, Weights
+from sortedrl.types import Prompt, TrainBatch, Trajectory
 
-EngineFactory = Callable[[PreTrainedModel], RolloutEngine]
-"""Makes an engine on the model whose weights it is to generate with."""
 _EVALUATION = 0x6576616C
 _SUMMED = ("goodput", "throughput", "discarded_tokens")
 _AVERAGED = ("bubble", "mean_staleness", "length_bias")
@@ -195,9 +183,6 @@ class SortedGRPOTrainer(GRPOTrainer):
         )
         self.schedule = schedule_for(schedule, self.args, world=self.args.world_size)
         self._refuse_setup()
-        self._make_engine = engine
-        self._slots = self.schedule.update_batch if slots is None else slots
-        self._sampling = sampling_of(self.args, stop_tokens=self.eos_token_ids)
         self._tool_threads = tool_threads
         self._max_open = max_open
         self._live: list[Conversation] = []
@@ -206,12 +191,16 @@ class SortedGRPOTrainer(GRPOTrainer):
             self._is_declared_replayable() if is_replayable is None else is_replayable
         )
         self._refuse_mode()
+        sampling = sampling_of(self.args, stop_tokens=self.eos_token_ids)
         if self._has_conversations:
-            limit = self.max_completion_length
-            self._sampling = replace(self._sampling, max_response_tokens=limit)
-        self._engine: RolloutEngine | None = None
-        self._shares_weights = True
-        self._synced_step: int | None = None
+            sampling = replace(sampling, max_response_tokens=self.max_completion_length)
+        self._engine = TrainerEngine(
+            self,
+            make=engine,
+            slots=self.schedule.update_batch if slots is None else slots,
+            sampling=sampling,
+            schedule=self.schedule,
+        )
         self._rollouts: Rollouts | None = None
         self._resume_from: Path | None = None
         self._batch = TrainBatch(0, ())
@@ -232,7 +221,8 @@ class SortedGRPOTrainer(GRPOTrainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(place.newest_checkpoint())
         self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        self._rollouts, self._buffered_inputs, self._synced_step = None, None, None
+        self._rollouts, self._buffered_inputs = None, None
+        self._engine.weights_changed()
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
@@ -483,8 +473,8 @@ class SortedGRPOTrainer(GRPOTrainer):
             engine=engine,
             prompts=prompts,
             place=place,
-            submit=self._submit,
-            sync=self._sync_engine,
+            submit=self._engine.submit,
+            sync=self._engine.sync,
             seed=seed,
             saved=saved,
             is_cut=self._is_batch_cut,
@@ -621,91 +611,8 @@ class SortedGRPOTrainer(GRPOTrainer):
         return tokens
 
     def _opened_engine(self, prompts: DatasetPrompts) -> RolloutEngine:
-        """The engine, made when it is first needed: only then is the model in its place."""
-        if self._engine is not None:
-            return self._engine
-        if self.use_vllm:
-            self._engine = self._server_engine(prompts)
-            return self._engine
-        base = base_model(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
-        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
-            self.accelerator.mixed_precision, base.dtype
-        )
-        # Under autocast the weights are cast in every pass: the engine has a copy that is cast.
-        self._shares_weights = autocast == base.dtype
-        own = base if self._shares_weights else cast_copy(base, autocast)
-        if self._make_engine is not None:
-            self._engine = self._make_engine(own)
-        else:
-            self._engine = NativeEngine(
-                own,
-                slots=self._slots,
-                max_tokens=self.max_completion_length,
-                sampling=self._sampling,
-                cache_bytes=cache_bytes(
-                    own,
-                    slots=self._slots,
-                    tokens=self._longest(prompts) + self.max_completion_length,
-                    trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
-                ),
-            )
-        mode = self.schedule.mode
-        cannot_verify = any(limits.no_verification for limits in self._engine.request_limits)
-        require(
-            not cannot_verify
-            or mode not in ("coupled", "redraw")
-            or self.schedule.never_interrupts,
-            f"mode {mode!r} needs the native engine, got {self._engine.name}; set mode 'partial' "
-            "or 'on_policy', or leave engine out",
-        )
-        return self._engine
-
-    def _server_engine(self, prompts: DatasetPrompts) -> StreamedEngine:
-        args, config = self.args, self.model.config.get_text_config()
-        url = args.vllm_server_base_url or (
-            f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        )
-        longest = self._longest(prompts) + self.max_completion_length
-        required = ServerRequirements(
-            vocabulary=config.vocab_size,
-            context=min(config.max_position_embeddings, longest),
-            temperature=args.temperature,
-        )
-        return StreamedEngine(
-            lambda: connected_server(
-                url,
-                required,
-                world=self.accelerator.num_processes,
-                folder=Path(args.output_dir),
-            ),
-            max_tokens=self.max_completion_length,
-            stop_tokens=self.eos_token_ids,
-            sampling=self._sampling,
-        )
-
-    def _longest(self, prompts: DatasetPrompts) -> int:
-        if self.environment_factories is None:
-            return prompts.longest()
-        return prompts.longest(sampled_rows=_PROBED_ROWS)
-
-    def _sync_engine(self, version: int) -> None:
-        """Give the engine the present weights, unless it has them."""
-        engine = self._engine
-        assert engine is not None, "the engine is opened with the first batch"
-        if self._synced_step == self.state.global_step and engine.version == version:
-            return
-        if self.use_vllm:
-            self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
-        tensors = None
-        if not (self._shares_weights or self.use_vllm):
-            tensors = plain_weights(base_model(self.accelerator.unwrap_model(self.model)))
-        engine.load_weights(Weights(version, tensors))
-        self._synced_step = self.state.global_step
-
-    def _submit(self, trajectories: Sequence[Trajectory], tolerance: float | None) -> None:
-        assert self._engine is not None, "the engine is opened with the first batch"
-        self._engine.submit(trajectories, tolerance=tolerance, sampling=self._sampling)
+        sampled = {} if self.environment_factories is None else {"sampled_rows": _PROBED_ROWS}
+        return self._engine.opened(lambda: prompts.longest(**sampled))
 
     def _evaluated(self, prompt_ids: Sequence[Sequence[int]]) -> list[Trajectory]:
         """Complete answers to the prompts of one evaluation batch."""
@@ -716,7 +623,7 @@ class SortedGRPOTrainer(GRPOTrainer):
         engine = self._opened_engine(rows)
         self._batch_environments = drawn  # an engine that is opened here has probed other rows
         version = 0 if self._rollouts is None else self._rollouts.scheduler.version
-        self._sync_engine(version)
+        self._engine.sync(version)
         number, self._eval_batches = self._eval_batches, self._eval_batches + 1
         key = (self.args.seed, _EVALUATION, self.accelerator.process_index, number)
         fresh = [
@@ -728,7 +635,7 @@ class SortedGRPOTrainer(GRPOTrainer):
             )
             for index, tokens in enumerate(prompt_ids)
         ]
-        self._submit(fresh, None)
+        self._engine.submit(fresh, None)
         return run_to_end(engine, [t.key for t in fresh], show_progress=False)
 
 
