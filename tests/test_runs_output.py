@@ -56,7 +56,7 @@ def test_a_run_records_when_and_on_what_it_started(tmp_path):
     facts = run_facts("cpu")
     assert {"started", "machine", "sortedrl"} <= set(facts)
     folder = RunFolder(tmp_path / "run")
-    with folder.begun("seed = 1\n", facts=facts):
+    with folder.created("seed = 1\n", facts=facts):
         pass
     with folder.reopened():
         pass

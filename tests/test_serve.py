@@ -458,7 +458,7 @@ DEEP = b'{"token_ids":' + b"[" * 200_000
         (COMPLETE, {"prompt": "a", "echo": True}, 400, "echo must be false, got True"),
         (COMPLETE, {"prompt": "a", "n": 3}, 400, "n must be 1, got 3"),
         (LOAD, {}, 400, "model_path must name a folder"),
-        (LOAD, {"model_path": "nowhere"}, 400, "is not there"),
+        (LOAD, {"model_path": "nowhere"}, 400, "does not exist"),
         (LOAD, {"model_path": "/"}, 403, "must lie below the server's --weights-folder"),
         (LOAD, {"model_path": "../.."}, 403, "must lie below the server's --weights-folder"),
         (LOAD, {"model_path": "a\0b"}, 400, "model_path must be printable text"),
