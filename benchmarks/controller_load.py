@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.placement import BundlePlacement, blueprint
+from sortedrl.cluster.placement import BundlePlacement, placement_plan
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.buffer import Buffer, open_group
@@ -143,7 +143,7 @@ def opened(given: argparse.Namespace) -> Iterator[Engine]:
     # Workers import the simulated engine and get its folder only through the environment.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     with connected(cluster, tell=tell):
-        placement = BundlePlacement(blueprint(cluster), seconds=120)
+        placement = BundlePlacement(placement_plan(cluster), seconds=120)
         pool = WorkerPool(
             cluster,
             factory,

@@ -28,7 +28,7 @@ from typing import get_args
 import torch
 
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.placement import BundlePlacement, blueprint
+from sortedrl.cluster.placement import BundlePlacement, placement_plan
 from sortedrl.cluster.weight_sync import SyncReport
 from sortedrl.cluster.weight_transport import LocalSource
 from sortedrl.cluster.worker_pool import WorkerPool
@@ -94,7 +94,7 @@ def pool_of(cluster: Cluster, folder: Path, reports: list[SyncReport]) -> Iterat
     def refuse(reason: str) -> None:
         raise SystemExit(f"a transport failed, so nothing is compared: {reason}")
 
-    placement = BundlePlacement(blueprint(cluster), seconds=cluster.start_seconds)
+    placement = BundlePlacement(placement_plan(cluster), seconds=cluster.start_seconds)
     pool = WorkerPool(
         cluster,
         CopyingFactory(),

@@ -120,7 +120,7 @@ def cut_off_a_host():
 
     from native_worlds import fresh_all
     from sortedrl.cluster.connection import connected
-    from sortedrl.cluster.placement import BundlePlacement, blueprint
+    from sortedrl.cluster.placement import BundlePlacement, placement_plan
     from sortedrl.config.cluster import Cluster
     from sortedrl.simulate.lengths import LengthSettings
     from sortedrl.types import Weights
@@ -142,7 +142,7 @@ def cut_off_a_host():
         pool = WorkerPool(
             cluster,
             factory,
-            placement=BundlePlacement(blueprint(cluster), seconds=30),
+            placement=BundlePlacement(placement_plan(cluster), seconds=30),
             source=None,
             tell=warnings.append,
             report=lambda _: None,

@@ -38,13 +38,13 @@ from sortedrl.cluster.check import _versions as found_versions
 from sortedrl.cluster.connection import connected
 from sortedrl.cluster.placement import (
     BundlePlacement,
-    Claim,
-    blueprint,
+    BundleShare,
     device_of_gpu,
     free_resources,
+    placement_plan,
     refuse_too_small,
 )
-from sortedrl.cluster.remote_engine import BESIDE, once_ready
+from sortedrl.cluster.remote_engine import CONCURRENT, wait_until_ready
 from sortedrl.cluster.weight_transport import LocalSource
 from sortedrl.cluster.worker import LogFolder
 from sortedrl.cluster.worker_pool import WorkerPool
@@ -111,7 +111,7 @@ def open_pool(ray_here, tmp_path):
     before = threading.active_count()
 
     def make(factory, cluster=TWO, **options):
-        placement = BundlePlacement(blueprint(cluster), seconds=300)
+        placement = BundlePlacement(placement_plan(cluster), seconds=300)
         warnings, reports = [], []
         opened.append((placement, []))
         pool = WorkerPool(
@@ -170,7 +170,7 @@ def lawful(ray_here):
     one = WorkerPool(
         cluster,
         LawfulFactory(slots=conformance.SLOTS),
-        placement=(placement := BundlePlacement(blueprint(cluster), seconds=300)),
+        placement=(placement := BundlePlacement(placement_plan(cluster), seconds=300)),
         source=LocalSource(),
         tell=pytest.fail,
         report=lambda _: None,
@@ -437,7 +437,7 @@ def test_the_log_of_a_worker_that_does_not_see_the_folder_is_brought_over(tmp_pa
         "out = os.dup(1)\n"
         "log = WorkerLog('rollout-7', folder)\n"
         "os.write(1, b'said to one\\n'); os.write(2, b'said to two\\n')\n"
-        "os.write(out, log.text_away().encode())\n"
+        "os.write(out, log.remote_text().encode())\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "said to one\nsaid to two\n"
@@ -459,11 +459,11 @@ def test_an_engine_that_cannot_be_made_says_why(open_pool):
 def test_a_run_that_does_not_fit_is_refused_with_what_is_missing(ray_here):
     big = Cluster(rollout_workers=64, gpus_per_worker=2)
     with pytest.raises(EngineError, match=r"must have 65 CPU and 129 GPU for .* 129 GPU missing"):
-        BundlePlacement(blueprint(big), seconds=5)
+        BundlePlacement(placement_plan(big), seconds=5)
 
 
 def test_a_run_waits_for_what_others_have_taken_and_then_says_what_is_free(ray_here):
-    three = blueprint(Cluster(**fields(TWO) | {"rollout_workers": 3}))
+    three = placement_plan(Cluster(**fields(TWO) | {"rollout_workers": 3}))
     first = BundlePlacement(three, seconds=60)
     with pytest.raises(EngineError, match="3 CPU in 3 bundles must be free within 1 s"):
         BundlePlacement(three, seconds=1)
@@ -588,17 +588,19 @@ def test_a_worker_without_gpus_sees_none(monkeypatch):
 
 def test_the_gpu_of_a_trainer_in_the_controllers_process_is_reserved_on_its_machine():
     alone = Cluster(rollout_workers=2, trainer_ranks=0, gpus_per_worker=1)
-    placed = blueprint(alone, controller="10.0.0.7")
+    placed = placement_plan(alone, controller="10.0.0.7")
     assert placed.total["GPU"] == 3
-    assert placed.controller == Claim(bundle=2, cpus=0, gpus=1)
+    assert placed.controller == BundleShare(bundle=2, cpus=0, gpus=1)
     assert placed.bundles[2] == {"GPU": 1, "node:10.0.0.7": 0.001}
     here, there = {"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 1.0}
     with pytest.raises(EngineError, match=r"must have 2 CPU and 3 GPU .* 1 GPU missing"):
         refuse_too_small(placed, [here | {"node:10.0.0.7": 1.0}])
     refuse_too_small(placed, [here, there | {"node:10.0.0.7": 1.0}])
-    assert blueprint(alone).controller is None, "a controller outside of the cluster takes none"
-    assert blueprint(Cluster(rollout_workers=2, trainer_ranks=0)).controller is None
-    assert blueprint(Cluster(rollout_workers=2, gpus_per_worker=1)).controller is None
+    assert placement_plan(alone).controller is None, (
+        "a controller outside of the cluster takes none"
+    )
+    assert placement_plan(Cluster(rollout_workers=2, trainer_ranks=0)).controller is None
+    assert placement_plan(Cluster(rollout_workers=2, gpus_per_worker=1)).controller is None
 
 
 def test_a_ray_of_our_own_is_started_again_where_its_processes_start_slowly(monkeypatch):
@@ -647,7 +649,7 @@ def test_eight_colocated_ranks_have_a_gpu_each_and_the_workers_share_them(worker
         tensor_parallel=parallel,
         trainer_ranks=8,
     )
-    placed = blueprint(cluster)
+    placed = placement_plan(cluster)
     assert placed.total == {"CPU": workers + 8, "GPU": 8}
     assert [bundle["GPU"] for bundle in placed.bundles] == [parallel] * workers
     assert [claim.gpus for claim in placed.ranks] == [1] * 8
@@ -661,7 +663,7 @@ def test_eight_colocated_ranks_have_a_gpu_each_and_the_workers_share_them(worker
 
 def test_separated_workers_have_bundles_of_as_many_gpus_as_their_engine_has_shards():
     cluster = Cluster(rollout_workers=3, gpus_per_worker=4, tensor_parallel=4, trainer_ranks=2)
-    placed = blueprint(cluster)
+    placed = placement_plan(cluster)
     assert placed.total == {"CPU": 5, "GPU": 14}
     assert [claim.gpus for claim in placed.workers] == [4, 4, 4]
     assert all(claim.shared_gpus == 0 for claim in placed.workers)
@@ -791,17 +793,17 @@ class Starting:
 
 @pytest.mark.usefixtures("ray_here")
 def test_who_waits_for_a_rank_that_makes_progress_is_waited_for_and_a_failure_is_told_at_once():
-    made = ray.remote(concurrency_groups={BESIDE: 1})(Starting).options(num_cpus=0)
+    made = ray.remote(concurrency_groups={CONCURRENT: 1})(Starting).options(num_cpus=0)
     loading, waiting = made.remote(is_busy=True), made.remote(is_busy=False)
     try:
         ray.get([rank.cpu_seconds.remote() for rank in (loading, waiting)])
         asked = [loading.start.remote(5), waiting.start.remote(5)]
-        once_ready(asked, [loading, waiting], quiet_seconds=2)
+        wait_until_ready(asked, [loading, waiting], quiet_seconds=2)
         never = waiting.start.remote(3600)
         with pytest.raises(GetTimeoutError, match="no progress for 2 s"):
-            once_ready([never], [waiting], quiet_seconds=2)
+            wait_until_ready([never], [waiting], quiet_seconds=2)
         with pytest.raises(ValueError, match="there is no model"):
-            once_ready([never, loading.fail.remote()], [waiting, loading], quiet_seconds=3600)
+            wait_until_ready([never, loading.fail.remote()], [waiting, loading], quiet_seconds=3600)
         assert not ray.wait([never], timeout=0)[0]
     finally:
         ray.kill(loading)

@@ -165,7 +165,8 @@ def test_a_worker_takes_the_cache_that_the_dry_run_names(monkeypatch, cluster, s
         expected=Expected(rows=100, prompt_tokens=256),
         tell=lambda words: None,
     )
-    world = build_engine.RolloutWorld(
+    builder = build_engine.EngineBuilder(
+        settings=build_engine.GenerationSettings.of(whole),
         plan=run_memory(whole, KNOWN_SHAPES[model], is_gpu=True, prompt_tokens=256),
         device=torch.device("cuda"),
         model=None,
@@ -174,16 +175,16 @@ def test_a_worker_takes_the_cache_that_the_dry_run_names(monkeypatch, cluster, s
         prompts=(),
         version=0,
     )
-    total, settings = plan.device_bytes, build_engine.GenerationSettings.of(whole)
+    total = plan.device_bytes
 
     def found(free):
         monkeypatch.setattr(build_engine, "device_memory", lambda device: (total, int(free)))
         if engine == "native":
-            return build_engine._native_cache_bytes(settings, world)
-        return build_engine.outside_cache_bytes(settings, world)
+            return builder.native_cache_bytes()
+        return builder.outside_cache_bytes()
 
-    # The native engine asks with its weights on the card, vLLM before.
-    weights = world.demand.engine_bytes if engine == "native" else 0
+    # The native engine has its weights on the card already, vLLM has not.
+    weights = builder.plan.demand.engine_bytes if engine == "native" else 0
     cache = found(0.98 * total - weights)
     assert cache == pytest.approx(plan.memory.cache_bytes(total), rel=0.05)
     assert cache > 0
@@ -203,8 +204,8 @@ def test_the_cache_of_an_outside_engine_holds_a_conversation_with_all_its_replie
         schedule=Schedule(mode="partial"),
         engine=EngineSettings(slots=1, max_tokens=64),
     )
-    settings = build_engine.GenerationSettings.of(whole)
-    world = build_engine.RolloutWorld(
+    builder = build_engine.EngineBuilder(
+        settings=build_engine.GenerationSettings.of(whole),
         plan=run_memory(whole, KNOWN_SHAPES[model], is_gpu=False, prompt_tokens=256),
         device=torch.device("cpu"),
         model=None,
@@ -213,10 +214,10 @@ def test_the_cache_of_an_outside_engine_holds_a_conversation_with_all_its_replie
         prompts=(),
         version=0,
     )
-    room = build_engine.outside_cache_bytes(settings, world, block_tokens=block_tokens)
+    room = builder.outside_cache_bytes(block_tokens=block_tokens)
     block = block_tokens or 32
-    blocks = room // (block * world.demand.cache_token_bytes)
-    assert (blocks - 1) * block >= world.context(settings) == 256 + 64 + 16 * 512
+    blocks = room // (block * builder.plan.demand.cache_token_bytes)
+    assert (blocks - 1) * block >= builder.context == 256 + 64 + 16 * 512
 
 
 def test_the_trainer_scores_the_trial_before_engines_take_the_rest_of_its_gpus(
@@ -259,5 +260,5 @@ def test_the_trainer_scores_the_trial_before_engines_take_the_rest_of_its_gpus(
         schedule=Schedule(mode="partial"),
     )
     cluster = build_cluster.RunningCluster(settings, None, tell=print)
-    cluster.engine(Trainer(), longest_prompt=8, tried=[[1, 2, 3], [4, 5]])
+    cluster.engine(Trainer(), longest_prompt=8, trial_prompts=[[1, 2, 3], [4, 5]])
     assert calls == ["trainer scores", "engines start", "weights 2", "2 rows compared"]

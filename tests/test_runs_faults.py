@@ -26,7 +26,6 @@ from sortedrl.core.files import read_answers
 from sortedrl.errors import ConfigError
 from sortedrl.runs import opening
 from sortedrl.runs.folder import RunFolder
-from sortedrl.training.checkpoint import save
 from sortedrl.training.optimiser import Optimiser
 
 SYNC = ("--schedule.strategy", "sync", "--schedule.group-prompts", "4", "--saving.keep-last", "99")
@@ -254,21 +253,6 @@ def test_the_name_of_a_run_that_is_gone_is_refused(capsys, tmp_path):
     assert not (tmp_path / "gone").exists()
 
 
-def test_a_checkpoint_of_an_older_version_is_refused_with_what_to_do(capsys, copied):
-    newest = copied / "checkpoints" / "update-000003"
-
-    def write(folder):
-        shutil.copytree(newest, folder, dirs_exist_ok=True)
-        older = {name: value for name, value in state(newest).items() if name != "settings"}
-        (folder / "state.json").write_text(json.dumps(older))
-        (folder / "manifest.json").unlink()
-
-    save(copied / "checkpoints" / "update-000004", write)
-    _, err = said(capsys, ["train", copied, "--resume", *MORE], code=2)
-    assert "saved by an older version of sortedrl" in err
-    assert "--model" in err
-
-
 def test_a_foreign_checkpoint_is_passed_over(capsys, copied):
     foreign = copied / "checkpoints" / "update-000009"
     foreign.mkdir()
@@ -427,7 +411,7 @@ def test_a_reward_file_may_be_mended_and_that_is_said(capsys, copied):
 def test_two_processes_never_go_on_with_one_run(runs, copied):
     held = RunFolder(copied)
     with Nursery(runs) as nursery:
-        with held.taken_up():
+        with held.reopened():
             child = nursery.start(["train", copied.name, "--resume", *MORE])
             assert child.wait() == 2
             assert f"another process is training in {copied.name}" in child.err
@@ -435,11 +419,11 @@ def test_two_processes_never_go_on_with_one_run(runs, copied):
             ["train", copied.name, "--resume", "--epochs", "9999", "--max-updates", "99999"]
         )
         assert child.until(lambda: "resuming from" in child.err)
-        with pytest.raises(ConfigError, match="another process"), held.taken_up():
+        with pytest.raises(ConfigError, match="another process"), held.reopened():
             pass
         child.signal(signal.SIGKILL)
         child.wait()
-        with held.taken_up():
+        with held.reopened():
             pass
 
 

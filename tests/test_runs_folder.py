@@ -40,7 +40,7 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
 def test_settings_are_read_back_as_they_were_written(tmp_path, settings):
     folder = RunFolder(tmp_path / "run")
-    with folder.begun(settings_to_toml(settings, TrainSettings())):
+    with folder.created(settings_to_toml(settings, TrainSettings())):
         pass
     table = read_toml(folder.config)
     found = settings_over(TrainSettings(), table, path=folder.config)
@@ -58,11 +58,11 @@ def test_a_folder_is_begun_in_once(tmp_path):
     folder = RunFolder(tmp_path / "some" / "run")
     assert not folder.holds_run
     folder.refuse_second_run()
-    with folder.begun("seed = 1\n"):
+    with folder.created("seed = 1\n"):
         assert folder.holds_run
     with (
         pytest.raises(ConfigError, match=r"already holds a run; resume it \(--resume\)"),
-        folder.begun("seed = 2\n"),
+        folder.created("seed = 2\n"),
     ):
         pass
     assert folder.config.read_text() == "seed = 1\n"
@@ -72,7 +72,7 @@ def test_a_folder_is_begun_in_once(tmp_path):
 
 def test_a_folder_with_other_things_in_it_may_be_begun_in(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with RunFolder(tmp_path).begun("seed = 1\n"):
+    with RunFolder(tmp_path).created("seed = 1\n"):
         pass
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -81,7 +81,7 @@ def test_a_run_that_comes_to_nothing_leaves_nothing(tmp_path):
     folder = RunFolder(tmp_path / "a" / "b")
 
     def fail(log):
-        with folder.left_as_found(), folder.begun("seed = 1\n"):
+        with folder.left_as_found(), folder.created("seed = 1\n"):
             folder.events.write_text(log)
             raise KeyboardInterrupt
 
@@ -95,8 +95,8 @@ def test_a_run_that_comes_to_nothing_leaves_nothing(tmp_path):
 
 def test_one_process_at_a_time_holds_a_folder(tmp_path):
     folder = RunFolder(tmp_path)
-    for hold in (lambda: folder.begun(""), folder.taken_up):
-        with hold(), pytest.raises(ConfigError, match="another process"), folder.taken_up():
+    for hold in (lambda: folder.created(""), folder.reopened):
+        with hold(), pytest.raises(ConfigError, match="another process"), folder.reopened():
             pass
 
 
@@ -105,7 +105,7 @@ def test_a_run_of_an_older_version_is_marked_when_it_is_taken_up(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
     folder = RunFolder(tmp_path)
     assert folder.holds_run
-    with folder.taken_up():
+    with folder.reopened():
         pass
     assert "sortedrl-run" in folder.mark.read_text()
 
@@ -114,7 +114,7 @@ def test_a_place_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(DataError, match="cannot be written"),
-        RunFolder(tmp_path / "file" / "run").begun(""),
+        RunFolder(tmp_path / "file" / "run").created(""),
     ):
         pass
 

@@ -56,9 +56,9 @@ def test_a_run_records_when_and_on_what_it_started(tmp_path):
     facts = run_facts("cpu")
     assert {"started", "machine", "sortedrl"} <= set(facts)
     folder = RunFolder(tmp_path / "run")
-    with folder.begun("seed = 1\n", facts=facts):
+    with folder.created("seed = 1\n", facts=facts):
         pass
-    with folder.taken_up():
+    with folder.reopened():
         pass
     assert json.loads(folder.mark.read_text()) == {"format": "sortedrl-run", "version": 1} | facts
 

@@ -78,9 +78,9 @@ def test_signals_are_left_to_whoever_had_them():
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     lines = []
     with Stopping(lines.append) as stopping:
-        assert not stopping.is_asked
+        assert not stopping.is_requested
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stopping.is_asked
+        assert stopping.is_requested
         os.kill(os.getpid(), signal.SIGTERM)  # again and again changes nothing
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -93,7 +93,7 @@ def test_outside_of_the_main_thread_there_is_nothing_to_listen_to():
 
     def enter():
         with Stopping(found.append) as stopping:
-            found.append(stopping.is_asked)
+            found.append(stopping.is_requested)
 
     thread = threading.Thread(target=enter)
     thread.start()

@@ -88,7 +88,7 @@ class World:
                 keeps_prefixes=True,
             )
         )
-        log = TurnLog(self.events.append, clock=WallClock(), slots=SLOTS, seed=7)
+        log = TurnLog(self.events.append, clock=WallClock(), slots=SLOTS, seed=7, version=0)
         self.scheduler = TurnScheduler(self.engine, queue=QUEUE, seed=7, log=log)
         self.endpoint = Endpoint(
             self.scheduler,
@@ -458,13 +458,13 @@ DEEP = b'{"token_ids":' + b"[" * 200_000
         (COMPLETE, {"prompt": "a", "echo": True}, 400, "echo must be false, got True"),
         (COMPLETE, {"prompt": "a", "n": 3}, 400, "n must be 1, got 3"),
         (LOAD, {}, 400, "model_path must name a folder"),
-        (LOAD, {"model_path": "nowhere"}, 400, "is not there"),
+        (LOAD, {"model_path": "nowhere"}, 400, "does not exist"),
         (LOAD, {"model_path": "/"}, 403, "must lie below the server's --weights-folder"),
         (LOAD, {"model_path": "../.."}, 403, "must lie below the server's --weights-folder"),
         (LOAD, {"model_path": "a\0b"}, 400, "model_path must be printable text"),
         (LOAD, {"model_path": "weights-1", "weight_version": []}, 400, "weight_version must be"),
         (LOAD, {"model_path": "weights-1", "load_format": "dummy"}, 400, "load_format must be"),
-        ("/v1/chat/completions", {}, 404, "messages become tokens in a program of yours"),
+        ("/v1/chat/completions", {}, 404, "apply the chat template in your program, and send"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused_in_a_sentence(
@@ -612,7 +612,7 @@ def test_nothing_is_lost_while_callers_leave_and_weights_come(world):
 def test_a_session_that_was_silent_is_over_and_what_is_left_at_the_end_is_told_so():
     now, events = [0.0], []
     engine = NativeEngine(load_model(MODEL, dtype=None, device="cpu"), slots=1, max_tokens=4)
-    log = TurnLog(events.append, clock=WallClock(), slots=1, seed=0)
+    log = TurnLog(events.append, clock=WallClock(), slots=1, seed=0, version=0)
     scheduler = TurnScheduler(
         engine, queue=9, seed=0, log=log, session_seconds=60, now=lambda: now[0]
     )

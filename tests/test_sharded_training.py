@@ -18,7 +18,7 @@ from sortedrl.config.train import Lora
 from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.training.batch import Answers, TokenSequence, micro_batches
 from sortedrl.training.checkpoint import save, verify
-from sortedrl.training.fsdp.checkpoint import Shards, is_sharded, read_joined
+from sortedrl.training.fsdp.checkpoint import Shards, read_joined
 from sortedrl.training.fsdp.model import rows_of
 from sortedrl.training.fsdp.ranks import balanced, open_ranks
 from sortedrl.training.lora import load_adapters, merged_tensors
@@ -446,12 +446,6 @@ def test_a_sharded_checkpoint_has_safetensors_of_every_rank_and_no_pickle(pair, 
     for path in files:
         with safe_open(path, framework="pt") as file:
             assert file.get_slice("model/model.norm.weight").get_shape() == [24]
-
-
-def test_a_sharded_checkpoint_of_the_older_format_is_refused(tmp_path):
-    (tmp_path / "shards.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="resume it with the version of sortedrl that wrote"):
-        is_sharded(tmp_path)
 
 
 def test_what_is_missing_in_a_sharded_checkpoint_is_named(pair, tmp_path):

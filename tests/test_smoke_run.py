@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.cluster.placement import blueprint
+from sortedrl.cluster.placement import placement_plan
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.parsing import settings_over
 from sortedrl.config.sizes import with_siblings
@@ -28,7 +28,7 @@ def test_a_smoke_run_has_the_workers_and_ranks_of_the_file_and_says_what_it_repl
     small, cluster = smoke.settings, smoke.settings.cluster
     assert cluster.num_workers == real.cluster.num_workers
     assert cluster.trainer_ranks == real.cluster.trainer_ranks == 8
-    assert blueprint(cluster).total == {"CPU": cluster.num_workers + 8}
+    assert placement_plan(cluster).total == {"CPU": cluster.num_workers + 8}
     assert small.algorithm.name == real.algorithm.name
     assert small.schedule.strategy == real.schedule.strategy
     assert small.schedule.mode == real.schedule.mode

@@ -113,7 +113,7 @@ def test_a_data_set_of_the_hub_is_taken_by_its_split(tmp_path, monkeypatch):
 
 
 def test_rows_that_are_trained_on_are_not_evaluated_on(folder, tmp_path):
-    shared = r"1 of the 1 rows of gsm8k ask what gsm8k:split=test trains on \(first: "
+    shared = r"1 of the 1 rows of gsm8k have the question of a row of gsm8k:split=test \(first: "
     with pytest.raises(ConfigError, match=shared):
         training_tasks(settings("gsm8k:split=test", "gsm8k", folder=folder))
     mine = written(tmp_path / "mine.jsonl", "one", "two", "three")
@@ -132,7 +132,9 @@ def test_copied_rows_are_found_under_other_instructions_and_system_messages(fold
     ):
         mine = written(tmp_path / "mine.jsonl", "other", prompt)
         given = replace(settings(mine, "gsm8k", folder=folder), reward="maths")
-        with pytest.raises(ConfigError, match=r"1 of the 1 rows of gsm8k ask what .* trains on"):
+        with pytest.raises(
+            ConfigError, match=r"1 of the 1 rows of gsm8k have the question of a row of "
+        ):
             training_tasks(given)
     other = written(tmp_path / "mine.jsonl", "other", "3 + 11?")
     training_tasks(replace(settings(other, "gsm8k", folder=folder), reward="maths"))

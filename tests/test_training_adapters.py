@@ -1,4 +1,4 @@
-"""Adapters: nothing at first, trained alone, saved by name, merged_tensors in for export."""
+"""Adapters: nothing at first, trained alone, saved by name, merged for export."""
 
 import pytest
 import torch
@@ -8,20 +8,20 @@ from native_worlds import tiny_model
 from sortedrl.config.train import Lora
 from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.training.batch import TokenSequence
-from sortedrl.training.checkpoint import save
+from sortedrl.training.checkpoint import save, write_tensors
 from sortedrl.training.forward import AdapterReference, CopiedReference, PackedModel
 from sortedrl.training.lora import (
+    ADAPTER_FILE,
     MergedWeights,
     adapter_scale,
     adapters_among,
     add_adapters,
+    export_model,
     load_adapters,
     merged_tensors,
-    refuse_turned_layers,
+    refuse_transposed_layers,
     trained_parameters,
-    write_adapters,
 )
-from sortedrl.training.trainer import export_model
 
 SEQUENCES = [TokenSequence([4, 9, 30], [7, 8, 50, 2]), TokenSequence([3], [5])]
 
@@ -51,7 +51,10 @@ def logprobs(model):
 
 
 def saved(model, folder):
-    save(folder, lambda partial: write_adapters(model, partial))
+    save(
+        folder,
+        lambda partial: write_tensors(partial, ADAPTER_FILE, tensors=trained_parameters(model)),
+    )
     return folder
 
 
@@ -159,4 +162,4 @@ def test_layers_with_turned_weights_are_not_merged_by_name():
     with pytest.warns(UserWarning, match="fan_in_fan_out"):
         add_adapters(model, Lora(rank=2, targets=("c_proj",)), seed=0)
     with pytest.raises(ConfigError, match=r"needs plain linear layers, got transformer\.h\.0"):
-        refuse_turned_layers(model)
+        refuse_transposed_layers(model)

@@ -160,7 +160,7 @@ def test_every_half_of_a_manifest_is_noticed(tmp_path):
         (
             '{"format": "sortedrl-checkpoint", "version": 1,'
             ' "files": {"../a": {"size": 1, "sha256": ""}}}',
-            "lies outside",
+            "outside the folder",
         ),
     ],
 )

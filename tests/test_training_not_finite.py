@@ -16,8 +16,8 @@ from sortedrl.errors import CheckpointError, ModelError, TrainingError
 from sortedrl.training.advantages import RunningMoments
 from sortedrl.training.checkpoint import save
 from sortedrl.training.forward import PackedModel
+from sortedrl.training.lora import export_model
 from sortedrl.training.losses import bounded_ratios, correction_weights
-from sortedrl.training.trainer import export_model
 from sortedrl.types import LARGEST_REWARD, Segment, TrainBatch, impossible_logprob
 from training_worlds import train_settings, trainer_of, written
 

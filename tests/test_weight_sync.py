@@ -26,7 +26,7 @@ from sortedrl.cluster.broadcast import (
     parts,
 )
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.placement import BundlePlacement, blueprint
+from sortedrl.cluster.placement import BundlePlacement, placement_plan
 from sortedrl.cluster.weight_sync import WeightLoad, WeightSync
 from sortedrl.cluster.weight_transport import (
     ReceivedWeights,
@@ -166,7 +166,7 @@ def test_a_group_is_kept_under_its_key_and_formed_anew_under_another(members):
     for key in ("a", "a", "b"):
         received = members.sync([list(tensors.items())], members.rendezvous(key))
         assert all(digest(joined(found)) == digest(tensors) for found in received)
-        groups.append(members.sender._membership._group)
+        groups.append(members.sender._groups._group)
     assert groups[0] is groups[1]
     assert groups[1] is not groups[2]
 
@@ -176,7 +176,7 @@ def test_the_next_bucket_is_gathered_and_packed_while_one_travels(members, monke
     whole = Buffer.packed
 
     def under_way():
-        return len(members.sender._membership._group._under_way)
+        return len(members.sender._groups._group._under_way)
 
     def buckets():
         for number in range(4):
@@ -211,7 +211,7 @@ def test_who_never_comes_is_not_waited_for_longer_than_the_timeout(absent):
         else:
             pair.sender.send(rendezvous, gathered())
 
-    with pytest.raises(TransportFailed, match="the ranks did not meet"):
+    with pytest.raises(TransportFailed, match="the ranks did not all join"):
         come()
     # Ranks that gather together would hang if one of them stopped.
     assert taken == ([0, 1, 2] if absent == "receiver" else [])
@@ -220,9 +220,9 @@ def test_who_never_comes_is_not_waited_for_longer_than_the_timeout(absent):
 def test_who_is_known_to_be_gone_is_not_waited_for_at_all():
     pair = Members(1)
     rendezvous = pair.rendezvous("gone", timeout=600.0)
-    pair.store.set_gone(rendezvous.key, rank=0)
+    pair.store.set_lost(rendezvous.key, rank=0)
     start = time.monotonic()
-    with pytest.raises(TransportFailed, match="rank 0 of 2 is gone"):
+    with pytest.raises(TransportFailed, match="rank 0 of 2 is lost"):
         receive(pair.receivers[0], rendezvous, 1)
     assert time.monotonic() - start < 300
 
@@ -247,7 +247,7 @@ def test_a_source_that_breaks_in_the_middle_frees_the_receivers_at_once():
 
 
 def test_what_is_no_tensor_is_refused():
-    with pytest.raises(ModelError, match="x must be a tensor to travel, got int"):
+    with pytest.raises(ModelError, match="x must be a tensor to be sent, got int"):
         list(parts([("x", 3)], bucket_bytes=8))
 
 
@@ -268,7 +268,7 @@ def test_weights_are_passed_on_as_they_arrive_and_kept_only_if_asked_for_by_name
     assert gone == []
     assert [name for name, _ in items] == ["0.b", "1.a", "1.b", "2.a", "2.b"]
     assert (streamed.num_buckets, streamed.bytes) == (3, 6 * 16)
-    with pytest.raises(AssertionError, match="gone through once"):
+    with pytest.raises(AssertionError, match="iterated once"):
         dict(streamed.items())
     whole = ReceivedWeights(coming())
     assert whole["2.b"].tolist() == [2.0] * 4
@@ -418,7 +418,7 @@ def open_pool(ray_here, tmp_path):
     before = threading.active_count()
 
     def make(cluster=TWO, **options):
-        placement = BundlePlacement(blueprint(cluster), seconds=300)
+        placement = BundlePlacement(placement_plan(cluster), seconds=300)
         warnings, reports = [], []
         sender = BroadcastSender()
         source = Source(sender=sender, **options)

@@ -43,7 +43,7 @@ from sortedrl.models.shape import refuse_wrong_path
 from sortedrl.report.evaluation import evaluation_page, notes
 from sortedrl.report.terminal import PAGE as PAGE_MARK
 from sortedrl.report.terminal import one_line, refuse_unwritable_folder, table, tell, write_text
-from sortedrl.runs.evaluate import Examination, evaluated, write_page
+from sortedrl.runs.evaluate import EvaluationPlan, evaluated, write_page
 from sortedrl.runs.tasks import opened
 
 HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence intervals.
@@ -122,11 +122,11 @@ def run(arguments: Sequence[str]) -> None:
             refuse_wrong_path(model)
             if not given.resume:
                 refuse_answers(given.out / label)
-    exam = None if all(is_saved) else _exam(given)
+    plan = None if all(is_saved) else _plan(given)
     evaluations = [
         replace(read_results(Path(model)), label=label)
-        if saved or exam is None
-        else _evaluated(given, exam, model, label)
+        if saved or plan is None
+        else _evaluated(given, plan, model, label)
         for model, label, saved in zip(given.models, labels, is_saved, strict=True)
     ]
     summaries = [summarise(evaluation) for evaluation in evaluations]
@@ -168,16 +168,16 @@ def _tasks(given: Arguments) -> list[Task]:
     ]
 
 
-def _evaluated(given: Arguments, exam: Examination, model: str, label: str) -> Evaluation:
+def _evaluated(given: Arguments, plan: EvaluationPlan, model: str, label: str) -> Evaluation:
     folder = given.out / label
     tell(f"{folder}: loading {one_line(model)}")
-    evaluation = evaluated(model, exam, label=label, folder=folder, is_resumed=given.resume)
+    evaluation = evaluated(model, plan, label=label, folder=folder, is_resumed=given.resume)
     write_page(evaluation, folder)
     return evaluation
 
 
-def _exam(given: Arguments) -> Examination:
-    return Examination(
+def _plan(given: Arguments) -> EvaluationPlan:
+    return EvaluationPlan(
         tasks=_tasks(given),
         settings=given.settings,
         rewards=given.rewards,

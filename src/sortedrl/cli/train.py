@@ -237,10 +237,10 @@ def _settings_from(source: Path) -> tuple[TrainSettings, Chosen]:
 
 
 def _print(ending: Ending, settings: TrainSettings, *, as_json: bool) -> None:
-    from sortedrl.runs.output import as_row, rows, words
+    from sortedrl.runs.output import as_row, closing_lines, closing_table
 
     if as_json:
         print(json.dumps(as_row(ending, settings.out), indent=2))
         return
-    table(("", ""), rows(ending))
-    print("\n".join(words(ending, settings.out)))
+    table(("", ""), closing_table(ending))
+    print("\n".join(closing_lines(ending, settings.out)))

@@ -2,16 +2,16 @@
 
 A bucket holds tensors of up to a few hundred megabytes together. Only names, dtypes, shapes and
 bytes travel; bytes and not arrays, because numpy has no bfloat16. In a broadcast a bucket is one
-flat tensor of bytes, announced by a small front:
+flat tensor of bytes, after a small tensor with its sizes:
 
-    front   bytes of the header, bytes of header and tensors; 0, 0 is the end
+    sizes   bytes of the header, bytes of header and tensors; 0, 0 is the end
     flat    header | tensor | tensor ...     each begins at a multiple of 16 bytes
 
 The header has names, dtypes and shapes, as JSON.
 
-The process group stands beside torch's default group, which trainer and engines may use for
-themselves. Rank 0 sends: while one bucket travels, the next is gathered and packed. A group in
-which something failed is closed, and never used again.
+The process group is separate from torch's default group, which trainer and engines may use. Rank 0
+sends: while one bucket is in transit, the next is gathered and packed. A group in which something
+failed is closed, and never used again.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _BUCKET_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """One tensor."""
+class SerializedTensor:
+    """One tensor as bytes."""
 
     name: str
     dtype: str
@@ -59,7 +59,7 @@ class Packed:
     buffer: np.ndarray
 
 
-Bucket = tuple[Packed, ...]
+Bucket = tuple[SerializedTensor, ...]
 
 
 def parts(
@@ -67,7 +67,7 @@ def parts(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """The tensors in order, in parts of about so many bytes; at least one tensor in each.
 
-    They are taken one after the other, so they may be gathered while they are asked for.
+    They are taken one after the other, so they may be gathered during the iteration.
     """
     named = ((name, as_tensor(name, given)) for name, given in tensors)
     return in_buckets(((pair, pair[1].nbytes) for pair in named), max_bytes=bucket_bytes)
@@ -86,17 +86,17 @@ def unpacked(parts: Iterable[Bucket]) -> dict[str, Tensor]:
 def as_tensor(name: str, given: object) -> Tensor:
     """What was given under this name, which must be a tensor."""
     if not isinstance(given, Tensor):
-        raise ModelError(f"{name} must be a tensor to travel, got {type(given).__name__}")
+        raise ModelError(f"{name} must be a tensor to be sent, got {type(given).__name__}")
     return given
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in a row; where it lies in a row, they are its own."""
+    """The bytes of a tensor, flat; a contiguous tensor is not copied."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What a dtype is called on its way."""
+    """The name of a dtype in a message."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -106,8 +106,8 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def _packed(name: str, tensor: Tensor) -> Packed:
-    return Packed(
+def _packed(name: str, tensor: Tensor) -> SerializedTensor:
+    return SerializedTensor(
         name=name,
         dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
@@ -115,12 +115,12 @@ def _packed(name: str, tensor: Tensor) -> Packed:
     )
 
 
-def _tensor(packed: Packed) -> Tensor:
+def _tensor(packed: SerializedTensor) -> Tensor:
     dtype = dtype_named(packed.dtype)
     if not packed.buffer.nbytes:
         return torch.empty(packed.shape, dtype=dtype)
     with warnings.catch_warnings():
-        # The bytes lie in shared memory and are not ours to write; nobody does.
+        # The bytes are in shared memory, which is read only; nothing writes to them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         held = torch.from_numpy(packed.buffer)
     return held.view(dtype).reshape(packed.shape)
@@ -132,33 +132,33 @@ Part = Sequence[tuple[str, Tensor]]
 
 
 class Buffer:
-    """Bytes that one bucket after the other is packed into."""
+    """Memory that one bucket after the other is packed into."""
 
     def __init__(self, device: torch.device) -> None:
-        """Bytes on this device; they are taken as they are needed."""
+        """Memory of this device, allocated when it is needed."""
         self._device = device
         self._flat: Tensor | None = None
 
     def packed(self, part: Part) -> tuple[Tensor, Tensor]:
-        """The front of a part, and its bytes."""
+        """The sizes of a part, and its bytes."""
         rows = [(name, dtype_name(tensor.dtype), list(tensor.shape)) for name, tensor in part]
         header = json.dumps(rows).encode()
-        places, size = _places([tensor.nbytes for _, tensor in part], start=len(header))
+        places, size = _offsets([tensor.nbytes for _, tensor in part], start=len(header))
         if self._flat is None or self._flat.numel() < size:
             self._flat = torch.empty(size, dtype=torch.uint8, device=self._device)
         flat = self._flat[:size]
         flat[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         for (_, tensor), place in zip(part, places, strict=True):
             flat[place : place + tensor.nbytes].copy_(as_bytes(tensor))
-        return front(self._device, header_bytes=len(header), size=size), flat
+        return bucket_sizes(self._device, header_bytes=len(header), size=size), flat
 
 
-def front(device: torch.device, *, header_bytes: int = 0, size: int = 0) -> Tensor:
-    """What is sent before a bucket; by default, that there is none."""
+def bucket_sizes(device: torch.device, *, header_bytes: int = 0, size: int = 0) -> Tensor:
+    """What is sent before a bucket; by default the end of all buckets."""
     return torch.tensor([header_bytes, size], dtype=torch.int64).to(device)
 
 
-def unflattened(flat: Tensor, *, header_bytes: int) -> dict[str, Tensor]:
+def tensors_of_bucket(flat: Tensor, *, header_bytes: int) -> dict[str, Tensor]:
     """The tensors over these very bytes."""
     rows = json.loads(flat[:header_bytes].cpu().numpy().tobytes())
     dtypes = [dtype_named(dtype) for _, dtype, _ in rows]
@@ -166,14 +166,14 @@ def unflattened(flat: Tensor, *, header_bytes: int) -> dict[str, Tensor]:
         dtype.itemsize * torch.Size(shape).numel()
         for dtype, (_, _, shape) in zip(dtypes, rows, strict=True)
     ]
-    places, _ = _places(sizes, start=header_bytes)
+    places, _ = _offsets(sizes, start=header_bytes)
     return {
         name: flat[place : place + size].view(dtype).reshape(shape)
         for (name, _, shape), dtype, size, place in zip(rows, dtypes, sizes, places, strict=True)
     }
 
 
-def _places(sizes: Iterable[int], *, start: int) -> tuple[list[int], int]:
+def _offsets(sizes: Iterable[int], *, start: int) -> tuple[list[int], int]:
     """Where tensors of these sizes begin behind `start`, and where the last one ends."""
     places = []
     end = start
@@ -186,12 +186,12 @@ def _places(sizes: Iterable[int], *, start: int) -> tuple[list[int], int]:
 
 _CONNECT_TRIES = 5
 _LEAST_CONNECT_SECONDS = 2.0
-_GONE = "gone"
+_LOST = "lost"
 _NO_GPU = "cpu"
 # Below this much free memory on its GPU a worker keeps what it receives in main memory.
 _SPARE_GPU_BYTES = 2 << 30
-# Who has this set when a group of NCCL begins can wait with a limit, and has no watchdog, which
-# would end the whole process when another rank dies.
+# An NCCL group that begins with this set waits with a time limit, and has no watchdog, which would
+# end the whole process when another rank dies.
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
@@ -199,7 +199,7 @@ class RendezvousStore:
     """The store over which sender and workers find each other; kept by the controller."""
 
     def __init__(self, host: str, *, seconds: float) -> None:
-        """Listen at a free port of this machine; `host` is what others call it."""
+        """Listen at a free port of this machine, which others reach as `host`."""
         with _as_transport_failure("no store could be opened"):
             self._store = TCPStore(
                 host,
@@ -211,10 +211,10 @@ class RendezvousStore:
         self.host = host
         self.port = self._store.port
 
-    def set_gone(self, key: str, *, rank: int) -> None:
+    def set_lost(self, key: str, *, rank: int) -> None:
         """A rank will not join: the others need not wait for it."""
         with _as_transport_failure("the store does not answer"):
-            PrefixStore(key, self._store).set(_name(rank), _GONE)
+            PrefixStore(key, self._store).set(_name(rank), _LOST)
 
 
 class BroadcastSender:
@@ -222,10 +222,10 @@ class BroadcastSender:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """NCCL is taken if this is a GPU, and all workers have others; else gloo."""
-        self._membership = _Membership(torch.device(device))
+        self._groups = _GroupOfRank(torch.device(device))
 
     @classmethod
-    def beside(cls, tensors: Mapping[str, object]) -> Self:
+    def for_tensors(cls, tensors: Mapping[str, object]) -> Self:
         """A sender on the device of these tensors."""
         places = (tensor.device for tensor in tensors.values() if isinstance(tensor, Tensor))
         return cls(next(places, torch.device("cpu")))
@@ -237,14 +237,14 @@ class BroadcastSender:
         """
         coming = iter(buckets)
         try:
-            group = self._membership.group(rendezvous, rank=0)
+            group = self._groups.group(rendezvous, rank=0)
             buffers = cycle((Buffer(group.device), Buffer(group.device)))
             for part in coming:
-                # The other buffer may be on its way still: a front and a flat.
+                # The other buffer may still be in transit: its sizes and its bytes.
                 group.wait(leaving=2)
                 for tensor in next(buffers).packed(part):
                     group.start(tensor)
-            group.start(front(group.device))
+            group.start(bucket_sizes(group.device))
             group.wait()
         except BaseException:
             self.close()
@@ -254,7 +254,7 @@ class BroadcastSender:
 
     def close(self) -> None:
         """Leave the group; ranks that still wait for it see that."""
-        self._membership.leave()
+        self._groups.leave()
 
 
 class BroadcastReceiver:
@@ -262,17 +262,17 @@ class BroadcastReceiver:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """The device that the weights shall be on; without NCCL they come to the CPU."""
-        self._membership = _Membership(torch.device(device))
+        self._groups = _GroupOfRank(torch.device(device))
 
     def buckets(self, rendezvous: Rendezvous, rank: int) -> Iterator[dict[str, Tensor]]:
-        """All tensors that are sent, bucket by bucket; who stops before the end leaves the group.
+        """All tensors that are sent, bucket by bucket; stopping before the end leaves the group.
 
         Raises `TransportFailed` if another rank is gone.
         """
         try:
-            group = self._membership.group(rendezvous, rank=rank)
+            group = self._groups.group(rendezvous, rank=rank)
             while True:
-                announced = front(group.device)
+                announced = bucket_sizes(group.device)
                 group.start(announced)
                 group.wait()
                 header_bytes, size = announced.tolist()
@@ -281,28 +281,28 @@ class BroadcastReceiver:
                 flat = torch.empty(size, dtype=torch.uint8, device=group.device)
                 group.start(flat)
                 group.wait()
-                yield unflattened(_kept(flat), header_bytes=header_bytes)
+                yield tensors_of_bucket(_off_full_gpu(flat), header_bytes=header_bytes)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Leave the group."""
-        self._membership.leave()
+        self._groups.leave()
 
 
-class _Membership:
-    """One rank's membership, in one process group at a time."""
+class _GroupOfRank:
+    """The process group that a rank is in, one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._group: _Group | None = None
+        self._group: _ProcessGroup | None = None
 
-    def group(self, rendezvous: Rendezvous, *, rank: int) -> _Group:
+    def group(self, rendezvous: Rendezvous, *, rank: int) -> _ProcessGroup:
         """The group of this rendezvous: the present one if it is that, or a new one."""
         if self._group is None or self._group.key != rendezvous.key:
             self.leave()
-            self._group = _Group(rendezvous, rank=rank, device=self._device)
+            self._group = _ProcessGroup(rendezvous, rank=rank, device=self._device)
         return self._group
 
     def leave(self) -> None:
@@ -311,18 +311,20 @@ class _Membership:
             group.close()
 
 
-class _Group:
+class _ProcessGroup:
     """A process group, once all of its ranks have joined."""
 
     def __init__(self, rendezvous: Rendezvous, *, rank: int, device: torch.device) -> None:
         limit = timedelta(seconds=rendezvous.timeout)
         self.key = rendezvous.key
         self._limit = limit
-        # A connection stays open while anybody holds such a handle, so nobody else gets one.
+        # A connection stays open as long as such a handle exists, so none leaves this object.
         self._under_way: deque[Work] = deque()
-        with _as_transport_failure("the ranks did not meet"):
+        with _as_transport_failure("the ranks did not all join"):
             store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
-            names = _met(PrefixStore(rendezvous.key, store), rendezvous, rank=rank, device=device)
+            names = _joined_devices(
+                PrefixStore(rendezvous.key, store), rendezvous, rank=rank, device=device
+            )
             is_nccl = _NO_GPU not in names and len(set(names)) == rendezvous.world
             self.device = device if is_nccl else torch.device("cpu")
             links = PrefixStore(f"{rendezvous.key}/links", store)
@@ -349,14 +351,14 @@ class _Group:
 
     def close(self) -> None:
         """End what is under way, here and with the others."""
-        # It is over, whatever it says.
+        # The group ends in any case.
         with suppress(RuntimeError):
             self._backend.abort()
         self._under_way.clear()
         del self._backend
 
 
-def _met(
+def _joined_devices(
     store: PrefixStore, rendezvous: Rendezvous, *, rank: int, device: torch.device
 ) -> Sequence[str]:
     """The device names of all ranks, after waiting for them."""
@@ -364,8 +366,8 @@ def _met(
     places = [_name(other) for other in range(rendezvous.world)]
     store.wait(places, timedelta(seconds=rendezvous.timeout))
     names = [store.get(place).decode() for place in places]
-    if _GONE in names:
-        raise TransportFailed(f"rank {names.index(_GONE)} of {rendezvous.world} is gone")
+    if _LOST in names:
+        raise TransportFailed(f"rank {names.index(_LOST)} of {rendezvous.world} is lost")
     return names
 
 
@@ -420,7 +422,7 @@ def _name(rank: int) -> str:
     return f"device/{rank}"
 
 
-def _kept(flat: Tensor) -> Tensor:
+def _off_full_gpu(flat: Tensor) -> Tensor:
     """A received bucket, in main memory if the GPU is nearly full."""
     if flat.is_cuda and torch.cuda.mem_get_info(flat.device)[0] < _SPARE_GPU_BYTES:
         return flat.cpu()

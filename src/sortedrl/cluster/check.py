@@ -23,13 +23,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sortedrl.cluster.placement import (
     BundlePlacement,
-    Claim,
+    BundleShare,
     Node,
-    blueprint,
     controller_node,
+    free_address,
+    listed,
     living_nodes,
-    own_place,
-    words,
+    placement_plan,
 )
 from sortedrl.config.cluster import Cluster
 from sortedrl.engines.installed import Device, devices, package_version
@@ -42,13 +42,13 @@ _TRIAL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a machine says of itself."""
+    """The versions and the free memory of a machine."""
 
     host: str
     versions: Mapping[str, str | None]
     """Of sortedrl, python, ray, torch; `None` for what is not installed."""
     free_bytes: int | None
-    """Memory that processes can still take; `None` where the system does not say."""
+    """Memory available to processes; `None` where the system does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +79,16 @@ class Probe:
     """An actor in one bundle of a run, with the resources that a worker or a rank would have."""
 
     def host(self) -> str:
-        """Where it was placed."""
+        """The machine it was placed on."""
         return socket.gethostname()
 
     def devices(self) -> list[Device]:
         """The CPU, and the GPUs that were given to it."""
         return devices()
 
-    def place(self) -> tuple[str, int]:
+    def address(self) -> tuple[str, int]:
         """An address of this machine that others reach, and a port that is free now."""
-        return own_place()
+        return free_address()
 
     def all_reduce(self, rank: int, group: TrialGroup) -> float:
         """Sum an array over all ranks; gives the seconds of one all-reduce after the first."""
@@ -139,7 +139,7 @@ _ASK_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     is_fine: bool
@@ -148,7 +148,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """One node, and what it says of itself."""
+    """One node, and its answer."""
 
     address: str
     resources: str
@@ -158,7 +158,7 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleReport:
-    """One place of a run."""
+    """One actor of a run: where it was placed, and with which devices."""
 
     holder: str
     host: str
@@ -167,7 +167,7 @@ class BundleReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that was found."""
+    """The results of all checks."""
 
     nodes: tuple[NodeReport, ...]
     bundles: tuple[BundleReport, ...] = ()
@@ -180,18 +180,18 @@ class Report:
 
 
 def check(cluster: Cluster, *, seconds: float) -> Report:
-    """Look at the Ray that this process is connected to; placing may take so long."""
+    """Check the Ray that this process is connected to; placing may take `seconds`."""
     nodes = tuple(_node(node) for node in living_nodes())
     findings = [_versions(nodes), _memory(nodes)]
     bundles: tuple[BundleReport, ...] = ()
     try:
-        wanted = blueprint(cluster, controller=controller_node())
+        wanted = placement_plan(cluster, controller=controller_node())
         placement = BundlePlacement(wanted, seconds=seconds)
     except EngineError as error:
         findings.insert(0, Finding(name="placement", is_fine=False, words=str(error)))
         return Report(nodes=nodes, findings=tuple(findings))
     try:
-        bundles, found = _tried(cluster, placement)
+        bundles, found = _probed(cluster, placement)
     finally:
         placement.remove()
     return Report(nodes=nodes, bundles=bundles, findings=(found[0], *findings, *found[1:]))
@@ -205,16 +205,16 @@ def _node(node: Node) -> NodeReport:
         answer: Machine | None = ray.get(task.remote(), timeout=_ASK_SECONDS)
     except RayError:
         answer = None
-    return NodeReport(address=node.address, resources=words(node.resources), machine=answer)
+    return NodeReport(address=node.address, resources=listed(node.resources), machine=answer)
 
 
 def _versions(nodes: Sequence[NodeReport]) -> Finding:
-    """All nodes must have what the controller has."""
+    """All nodes must have the versions of the controller."""
     here = machine().versions
     others = [
         f"{node.address} has {name} {version or 'missing'}, the controller {here[name] or 'none'}"
         for node in nodes
-        for name, version in _said(node).items()
+        for name, version in _versions_of(node).items()
         if version != here[name]
     ]
     silent = [f"{node.address} does not answer" for node in nodes if node.machine is None]
@@ -223,7 +223,7 @@ def _versions(nodes: Sequence[NodeReport]) -> Finding:
     return Finding(name="versions", is_fine=not wrong, words=wrong or f"{same} on every node")
 
 
-def _said(node: NodeReport) -> Mapping[str, str | None]:
+def _versions_of(node: NodeReport) -> Mapping[str, str | None]:
     return {} if node.machine is None else node.machine.versions
 
 
@@ -234,19 +234,19 @@ def _memory(nodes: Sequence[NodeReport]) -> Finding:
         if node.machine is not None and node.machine.free_bytes is not None
     }
     least = min(free.values(), default=None)
-    listed = ", ".join(f"{size / _GIB:.1f} GiB free on {name}" for name, size in free.items())
+    by_node = ", ".join(f"{size / _GIB:.1f} GiB free on {name}" for name, size in free.items())
     return Finding(
         name="memory",
         is_fine=least is None or least >= _LEAST_FREE_BYTES,
-        words=listed or "no node says how much is free",
+        words=by_node or "no node reports its free memory",
     )
 
 
-def _tried(
+def _probed(
     cluster: Cluster, placement: BundlePlacement
 ) -> tuple[tuple[BundleReport, ...], list[Finding]]:
-    """The bundles with a probe in each, and what those found."""
-    plan = placement.blueprint
+    """The bundles with a probe in each, and the results of the probes."""
+    plan = placement.plan
     workers = [_probe(claim, placement) for claim in plan.workers]
     ranks = [_probe(claim, placement) for claim in plan.ranks]
     holders = [f"rollout worker {number}" for number in range(len(workers))]
@@ -262,9 +262,13 @@ def _tried(
         placed = Finding(
             name="placement",
             is_fine=True,
-            words=f"{cluster.kind}: {words(plan.total)} in {len(plan.bundles)} bundles placed",
+            words=f"{cluster.kind}: {listed(plan.total)} in {len(plan.bundles)} bundles placed",
         )
-        return bundles, [placed, _lacking(cluster, bundles), _met(ranks or workers, found)]
+        return bundles, [
+            placed,
+            _gpu_finding(cluster, bundles),
+            _all_reduce_finding(ranks or workers, found),
+        ]
     except RayError as error:
         reason = str(error).partition("\n")[0]
         return (), [Finding(name="placement", is_fine=False, words=f"a probe failed: {reason}")]
@@ -273,7 +277,7 @@ def _tried(
             ray.kill(probe)
 
 
-def _probe(claim: Claim, placement: BundlePlacement) -> Any:  # noqa: ANN401  an actor's handle
+def _probe(claim: BundleShare, placement: BundlePlacement) -> Any:  # noqa: ANN401  an actor's handle
     remote: Any = ray.remote
     return (
         remote(Probe)
@@ -286,23 +290,23 @@ def _probe(claim: Claim, placement: BundlePlacement) -> Any:  # noqa: ANN401  an
     )
 
 
-def _lacking(cluster: Cluster, bundles: Sequence[BundleReport]) -> Finding:
-    """Where GPUs were promised, torch must see them."""
+def _gpu_finding(cluster: Cluster, bundles: Sequence[BundleReport]) -> Finding:
+    """Where GPUs are reserved, torch must see them."""
     blind = [
         bundle.holder
         for bundle in bundles
         if cluster.gpus_per_worker and not any(device.card for device in bundle.devices)
     ]
     is_cpu = not cluster.gpus_per_worker
-    fine = "none asked for, the run is on CPUs" if is_cpu else "each place sees its own"
+    fine = "none requested: the run is on CPUs" if is_cpu else "torch sees those of every bundle"
     return Finding(
         name="GPUs",
         is_fine=not blind,
-        words=f"torch sees no GPU in the place of {', '.join(blind)}" if blind else fine,
+        words=f"torch sees no GPU in the bundle of {', '.join(blind)}" if blind else fine,
     )
 
 
-def _met(probes: Sequence[Any], found: Sequence[Sequence[Device]]) -> Finding:
+def _all_reduce_finding(probes: Sequence[Any], found: Sequence[Sequence[Device]]) -> Finding:
     """An all-reduce over the ranks of the trainer, or over the workers if there are none."""
     name = "all-reduce"
     if machine().versions["torch"] is None:
@@ -312,7 +316,7 @@ def _met(probes: Sequence[Any], found: Sequence[Sequence[Device]]) -> Finding:
     has_gpus = all(any(device.card for device in own) for own in found)
     backend: Backend = "nccl" if has_gpus else "gloo"
     try:
-        address, port = ray.get(probes[0].place.remote(), timeout=_ASK_SECONDS)
+        address, port = ray.get(probes[0].address.remote(), timeout=_ASK_SECONDS)
         group = TrialGroup(address=address, port=port, size=len(probes), backend=backend)
         seconds = ray.get(
             [probe.all_reduce.remote(rank, group) for rank, probe in enumerate(probes)],

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from time import monotonic
 from typing import Any
 
-from sortedrl.cluster.placement import blueprint, living_nodes
+from sortedrl.cluster.placement import living_nodes, placement_plan
 from sortedrl.config.cluster import Cluster
 from sortedrl.errors import EngineError
 
@@ -40,8 +40,8 @@ class Connection:
     num_nodes: int
 
     @property
-    def words(self) -> str:
-        """What to tell the person who waits."""
+    def summary(self) -> str:
+        """Address, nodes and dashboard, as a line of output."""
         whose = "a Ray of our own" if self.is_own else "the running Ray"
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         board = f"; dashboard: {self.dashboard_url}" if self.dashboard_url else ""
@@ -59,13 +59,13 @@ def require_ray() -> None:
 
 @contextmanager
 def connected(cluster: Cluster, *, tell: Callable[[str], None]) -> Iterator[Connection]:
-    """Start a Ray or connect to one, and let go of it at the end."""
+    """Start a Ray or connect to one, and disconnect at the end."""
     require_ray()
     import ray
 
     if ray.is_initialized():
         raise EngineError("this process is already connected to Ray; call ray.shutdown() first")
-    # Ray asks to be told who uses it; a run tells nobody.
+    # Ray sends usage statistics by default.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     context = _own(cluster) if cluster.address is None else _running(cluster.address)
     try:
@@ -75,18 +75,18 @@ def connected(cluster: Cluster, *, tell: Callable[[str], None]) -> Iterator[Conn
             dashboard_url=_link(context.dashboard_url),
             num_nodes=len(living_nodes()),
         )
-        tell(connection.words)
+        tell(connection.summary)
         yield connection
     finally:
         ray.shutdown()
 
 
 def _own(cluster: Cluster) -> Any:  # noqa: ANN401  Ray's context has no public type
-    """A new Ray; CPUs are only counted, so it has as many as the run asks for."""
+    """A new Ray; CPUs are only counted, so it has as many as the run needs."""
     import ray
 
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_HEAD_SECONDS))
-    asked = int(blueprint(cluster).total.get("CPU", 0))
+    num_cpus = int(placement_plan(cluster).total.get("CPU", 0))
     store = cluster.object_store_gib
     until = monotonic() + cluster.start_seconds
     while True:
@@ -94,7 +94,7 @@ def _own(cluster: Cluster) -> Any:  # noqa: ANN401  Ray's context has no public 
             return ray.init(
                 address="local",
                 namespace=_NAMESPACE,
-                num_cpus=max(os.cpu_count() or 1, asked),
+                num_cpus=max(os.cpu_count() or 1, num_cpus),
                 include_dashboard=None if cluster.dashboard else False,
                 object_store_memory=None if store is None else int(store * _GIB),
                 logging_level=logging.ERROR,
@@ -114,7 +114,7 @@ def _own(cluster: Cluster) -> Any:  # noqa: ANN401  Ray's context has no public 
 def _running(address: str) -> Any:  # noqa: ANN401
     import ray
 
-    _refuse_silent(address)
+    _refuse_unreachable(address)
     try:
         return ray.init(
             address=address, namespace=_NAMESPACE, logging_level=logging.ERROR, log_to_driver=False
@@ -123,8 +123,8 @@ def _running(address: str) -> Any:  # noqa: ANN401
         raise _no_ray(address, error) from error
 
 
-def _refuse_silent(address: str) -> None:
-    """Refuse an address where nobody listens; Ray itself would wait for minutes."""
+def _refuse_unreachable(address: str) -> None:
+    """Refuse an address that accepts no connection; Ray itself would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         try:
@@ -134,12 +134,12 @@ def _refuse_silent(address: str) -> None:
 
 
 def _no_ray(address: str, error: Exception) -> EngineError:
-    # Ray says that it could not connect, and why only in what that came from.
+    # The message says that Ray could not connect, and only its cause says why.
     if "AuthenticationError" in str(error.__cause__):
         return EngineError(
             f"the Ray at {address} requires a token, and this process has none or a different one; "
             "set RAY_AUTH_MODE=token and the same token for both (see ray get-auth-token), or "
-            "start that Ray with RAY_AUTH_MODE=disabled if nobody else can reach it"
+            "start that Ray with RAY_AUTH_MODE=disabled if no other user can reach it"
         )
     reason = str(error).partition("\n")[0]
     return EngineError(

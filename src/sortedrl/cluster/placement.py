@@ -1,7 +1,7 @@
 """Which resources each rollout worker and each trainer rank gets: a Ray placement group.
 
-All bundles of a run are placed together or not at all, so no run begins with half its workers. What
-the living nodes have and what is free on them is read here too.
+All bundles of a run are placed together or not at all, so no run begins with half its workers. The
+resources of the nodes, and how much of them is free, are read here too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine, or what counts as one."""
+    """A Ray node: one machine, or a part of one."""
 
     id: str
     host: str
@@ -57,7 +57,7 @@ def living_nodes() -> list[Node]:
     return sorted(nodes, key=lambda node: (node.address, node.id))
 
 
-def own_place() -> tuple[str, int]:
+def free_address() -> tuple[str, int]:
     """An address of this machine that others reach, and a port that is free now."""
     import ray
 
@@ -69,12 +69,12 @@ def own_place() -> tuple[str, int]:
 
 def controller_node() -> str | None:
     """The address of the node that this process is on; `None` if it is on none of them."""
-    address, _ = own_place()
+    address, _ = free_address()
     return address if any(node.address == address for node in living_nodes()) else None
 
 
 def free_resources() -> Resources:
-    """What no actor of any run has taken, on all nodes together."""
+    """The resources that no actor has reserved, over all nodes."""
     import ray
 
     free: Resources = ray.available_resources()  # type: ignore[no-untyped-call]
@@ -82,24 +82,24 @@ def free_resources() -> Resources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """What one actor takes of its bundle."""
+class BundleShare:
+    """The part of a bundle that one actor reserves."""
 
     bundle: int
     cpus: float
     gpus: float
     shared_gpus: int = 0
-    """GPUs of the trainer ranks in its bundle, which it uses in turns with them."""
+    """GPUs that it shares with the trainer ranks of its bundle, in turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blueprint:
-    """The bundles of a run, and who takes what of them."""
+class PlacementPlan:
+    """The bundles of a run, and the share of each actor in them."""
 
     bundles: tuple[Resources, ...]
-    workers: tuple[Claim, ...]
-    ranks: tuple[Claim, ...]
-    controller: Claim | None = None
+    workers: tuple[BundleShare, ...]
+    ranks: tuple[BundleShare, ...]
+    controller: BundleShare | None = None
     """Of a trainer in the process of the controller, on the machine of that process."""
 
     @property
@@ -111,34 +111,34 @@ class Blueprint:
         return dict(total)
 
 
-def blueprint(cluster: Cluster, *, controller: str | None = None) -> Blueprint:
-    """What a run places; `controller` is the address of the node that the controller is on.
+def placement_plan(cluster: Cluster, *, controller: str | None = None) -> PlacementPlan:
+    """The plan of a run; `controller` is the address of the node that the controller is on.
 
     >>> from dataclasses import replace
     >>> two = Cluster(rollout_workers=2, trainer_ranks=2, gpus_per_worker=1)
-    >>> blueprint(two).total
+    >>> placement_plan(two).total
     {'CPU': 4, 'GPU': 4}
-    >>> blueprint(replace(two, kind="colocated")).total
+    >>> placement_plan(replace(two, kind="colocated")).total
     {'CPU': 4, 'GPU': 2}
-    >>> blueprint(replace(two, trainer_ranks=0), controller="10.0.0.7").bundles[-1]
+    >>> placement_plan(replace(two, trainer_ranks=0), controller="10.0.0.7").bundles[-1]
     {'GPU': 1, 'node:10.0.0.7': 0.001}
     """
     if cluster.kind == "colocated":
         return _colocated(cluster)
     workers = tuple(
-        Claim(bundle=number, cpus=cluster.cpus_per_worker, gpus=cluster.gpus_per_worker)
+        BundleShare(bundle=number, cpus=cluster.cpus_per_worker, gpus=cluster.gpus_per_worker)
         for number in range(cluster.num_workers)
     )
     ranks = tuple(
-        Claim(bundle=len(workers) + number, cpus=1, gpus=cluster.gpus_per_rank)
+        BundleShare(bundle=len(workers) + number, cpus=1, gpus=cluster.gpus_per_rank)
         for number in range(cluster.trainer_ranks)
     )
     bundles = tuple(_bundle(claim.cpus, claim.gpus) for claim in (*workers, *ranks))
     if cluster.trainer_ranks or not cluster.gpus_per_worker or controller is None:
-        return Blueprint(bundles=bundles, workers=workers, ranks=ranks)
+        return PlacementPlan(bundles=bundles, workers=workers, ranks=ranks)
     # Ray would give the GPU of a trainer in the controller's process to a worker.
-    own = Claim(bundle=len(bundles), cpus=0, gpus=1)
-    return Blueprint(
+    own = BundleShare(bundle=len(bundles), cpus=0, gpus=1)
+    return PlacementPlan(
         bundles=(*bundles, {**_bundle(own.cpus, own.gpus), f"node:{controller}": _HERE}),
         workers=workers,
         ranks=ranks,
@@ -146,16 +146,16 @@ def blueprint(cluster: Cluster, *, controller: str | None = None) -> Blueprint:
     )
 
 
-def joining(cluster: Cluster) -> Blueprint:
-    """What one more rollout worker takes, which joins during a run."""
-    claim = Claim(bundle=0, cpus=cluster.cpus_per_worker, gpus=cluster.gpus_per_worker)
-    return Blueprint(bundles=(_bundle(claim.cpus, claim.gpus),), workers=(claim,), ranks=())
+def plan_of_one_worker(cluster: Cluster) -> PlacementPlan:
+    """The plan of one more rollout worker, which joins during a run."""
+    claim = BundleShare(bundle=0, cpus=cluster.cpus_per_worker, gpus=cluster.gpus_per_worker)
+    return PlacementPlan(bundles=(_bundle(claim.cpus, claim.gpus),), workers=(claim,), ranks=())
 
 
-def refuse_too_small(wanted: Blueprint, nodes: Sequence[Resources]) -> None:
+def refuse_too_small(wanted: PlacementPlan, nodes: Sequence[Resources]) -> None:
     """Raise what is missing if the bundles cannot be placed on these nodes, even if all is free.
 
-    >>> refuse_too_small(blueprint(Cluster(rollout_workers=4)), [{"CPU": 4.0}])
+    >>> refuse_too_small(placement_plan(Cluster(rollout_workers=4)), [{"CPU": 4.0}])
     Traceback (most recent call last):
         ...
     sortedrl.errors.EngineError: the cluster must have 5 CPU for this run, it has 4 CPU on 1 \
@@ -169,28 +169,28 @@ node: 1 CPU missing; lower cluster.rollout_workers or cluster.trainer_ranks, or 
     }
     if missing:
         raise EngineError(
-            f"the cluster must have {words(wanted.total)} for this run, it has {words(has)} on "
-            f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}: {words(missing)} missing; lower "
+            f"the cluster must have {listed(wanted.total)} for this run, it has {listed(has)} on "
+            f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}: {listed(missing)} missing; lower "
             "cluster.rollout_workers or cluster.trainer_ranks, or add nodes"
         )
     for bundle in wanted.bundles:
         if not any(_fits(bundle, node) for node in nodes):
             raise EngineError(
-                f"one node must have {words(bundle)} for a single worker, but the nodes have "
-                f"{'; '.join(map(words, nodes))}; lower cluster.cpus_per_worker or "
+                f"one node must have {listed(bundle)} for a single worker, but the nodes have "
+                f"{'; '.join(map(listed, nodes))}; lower cluster.cpus_per_worker or "
                 "cluster.gpus_per_worker"
             )
 
 
 class BundlePlacement:
-    """A placement group that is there; `remove` gives its resources back."""
+    """A placement group whose bundles are reserved; `remove` releases them."""
 
-    def __init__(self, wanted: Blueprint, *, seconds: float) -> None:
+    def __init__(self, wanted: PlacementPlan, *, seconds: float) -> None:
         """Wait until all bundles are placed."""
         from ray.util.placement_group import placement_group
 
         refuse_too_small(wanted, [node.resources for node in living_nodes()])
-        self.blueprint = wanted
+        self.plan = wanted
         self.group: PlacementGroup = placement_group(
             [dict(bundle) for bundle in wanted.bundles], strategy="PACK"
         )
@@ -198,13 +198,13 @@ class BundlePlacement:
             free = free_resources()
             self.remove()
             raise EngineError(
-                f"{words(wanted.total)} in {len(wanted.bundles)} bundles must be free within "
-                f"{seconds:g} s, but other runs hold them: {words(free)} are free; stop other "
+                f"{listed(wanted.total)} in {len(wanted.bundles)} bundles must be free within "
+                f"{seconds:g} s, but other runs hold them: {listed(free)} are free; stop other "
                 "runs, or lower cluster.rollout_workers or cluster.trainer_ranks"
             )
 
-    def strategy(self, claim: Claim) -> PlacementGroupSchedulingStrategy:
-        """How an actor is told its bundle."""
+    def strategy(self, claim: BundleShare) -> PlacementGroupSchedulingStrategy:
+        """The scheduling strategy of an actor, which names its bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(
@@ -213,13 +213,13 @@ class BundlePlacement:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every bundle has a node; for one whose node is gone Ray looks for another."""
+        """Whether every bundle has a node; Ray moves a bundle whose node was lost."""
         from ray.util.placement_group import placement_group_table
 
         return bool(placement_group_table(self.group)["state"] == "CREATED")
 
     def remove(self) -> None:
-        """Give the resources back; actors that still hold some of them end."""
+        """Release the resources; actors that still use some of them are ended."""
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(self.group)
@@ -229,9 +229,9 @@ class BundlePlacement:
 def reserved_gpu(placement: BundlePlacement) -> Iterator[str | None]:
     """The GPU of this machine that is reserved for the controller's own trainer, if there is one.
 
-    An actor holds it meanwhile, so that Ray gives it to nobody else.
+    An actor holds it meanwhile, so that Ray does not assign it to another one.
     """
-    claim = placement.blueprint.controller
+    claim = placement.plan.controller
     if claim is None:
         yield None
         return
@@ -267,7 +267,7 @@ def device_of_gpu(gpu: str) -> str:
 
 
 class _GpuHolder:
-    """An actor that has a GPU and does not use it."""
+    """An actor that only reserves a GPU."""
 
     def gpus(self) -> list[str]:
         """Its GPUs, by their names on this machine."""
@@ -276,7 +276,7 @@ class _GpuHolder:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
-def _colocated(cluster: Cluster) -> Blueprint:
+def _colocated(cluster: Cluster) -> PlacementPlan:
     """One bundle for each worker, with the ranks that it shares its GPUs with.
 
     A worker may have several GPUs, and Ray cannot give an actor a half of each: the ranks take
@@ -286,13 +286,14 @@ def _colocated(cluster: Cluster) -> Blueprint:
     ranks_each = max(1, gpus)
     numbers = range(cluster.num_workers)
     bundle = _bundle(cluster.cpus_per_worker + ranks_each, gpus)
-    return Blueprint(
+    return PlacementPlan(
         bundles=tuple(bundle for _ in numbers),
         workers=tuple(
-            Claim(bundle=n, cpus=cluster.cpus_per_worker, gpus=0, shared_gpus=gpus) for n in numbers
+            BundleShare(bundle=n, cpus=cluster.cpus_per_worker, gpus=0, shared_gpus=gpus)
+            for n in numbers
         ),
         ranks=tuple(
-            Claim(bundle=n, cpus=1, gpus=cluster.gpus_per_rank)
+            BundleShare(bundle=n, cpus=1, gpus=cluster.gpus_per_rank)
             for n in numbers
             for _ in range(ranks_each)
         ),
@@ -307,7 +308,7 @@ def _fits(bundle: Resources, node: Resources) -> bool:
     return all(node.get(name, 0) >= amount for name, amount in bundle.items())
 
 
-def words(resources: Resources) -> str:
-    """Resources as a person reads them."""
+def listed(resources: Resources) -> str:
+    """Resources as text, such as `4 CPU and 2 GPU`."""
     named = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
     return " and ".join(named) or "nothing"

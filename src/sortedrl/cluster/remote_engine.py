@@ -1,7 +1,7 @@
-"""The controller's side of one rollout worker: an engine, used as a member of a pool.
+"""The controller's side of one rollout worker: an engine of a pool.
 
 Unfinished work of the worker is not kept here: if its process dies, the pool that assigned the work
-knows it. A worker that is lost stays lost. New weights are pushed to all workers together
+reassigns it. A worker that is lost stays lost. New weights are pushed to all workers together
 (`WeightSync`); `load_weights` pushes to this one alone only if it was left out.
 """
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 Actor = Any
 """A handle of an actor: its methods are those of `RolloutWorker`, called in Ray's way."""
-BESIDE = "beside"
-"""The concurrency group of a worker that answers while another call runs."""
-LOOK_SECONDS = 0.5
+CONCURRENT = "concurrent"
+"""The concurrency group of methods that answer while another call runs."""
+POLL_SECONDS = 0.5
 _CLOSE_SECONDS = 20.0
-_ABANDON_SECONDS = 5.0
+_KILL_CHILDREN_SECONDS = 5.0
 # Ray's own threads in a process that hangs use far less of the CPU.
 _PROGRESS_SHARE = 0.02
 
@@ -57,7 +57,7 @@ class RemoteEngine:
         timeout_seconds: float,
         logs: LogFolder | None,
     ) -> None:
-        """An engine over a worker that is open; `number` is its name among the workers."""
+        """The engine of a worker that is open; `number` identifies it among the workers."""
         self.name = f"rollout worker {number}, {info.engine} at {info.host}"
         self.slots = info.slots
         self.version = info.version
@@ -96,7 +96,7 @@ class RemoteEngine:
         )
 
     def step(self) -> Step:
-        """What the worker did since the last step; waits for a complete answer or its report."""
+        """The tokens and answers since the last step; waits for an answer or the next report."""
         step: Step = self._result(lambda: self._actor.step.remote())
         return step
 
@@ -110,14 +110,14 @@ class RemoteEngine:
         return given_back
 
     def load_weights(self, weights: Weights) -> None:
-        """Have the worker decode with these weights; nothing to do where they were pushed to it."""
+        """Push these weights to the worker, unless it has them already."""
         if self._loaded is not weights:
             self._weight_sync.push(weights, [self], is_joining=True)
             if self._lost is not None:
                 raise self._lost
 
     def take_weights(self, weights: Weights, delivery: Delivery | None) -> WeightLoad:
-        """Have the worker take the weights, and wait for it; called by the weight sync alone."""
+        """Have the worker receive the weights, and wait for it; called by the weight sync alone."""
         load: WeightLoad = self._result(
             lambda: self._actor.load_weights.remote(weights.version, delivery)
         )
@@ -132,7 +132,7 @@ class RemoteEngine:
         return scores
 
     def sleep(self) -> bool:
-        """Have the worker free the memory that only generation needs; whether weights are gone."""
+        """Free the worker's memory that only generation needs; whether it dropped its weights."""
         has_dropped: bool = self._result(lambda: self._actor.sleep.remote())
         return has_dropped
 
@@ -142,13 +142,13 @@ class RemoteEngine:
             return
         self.is_closed = True
         if self._lost is None:
-            # Whatever it says, its process ends.
+            # Its process ends even if this fails.
             with suppress(RayError):
-                self._keep_log(ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS))
-        end_worker(self._actor)
+                self._save_log(ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS))
+        kill_worker(self._actor)
 
-    def _result(self, call: Callable[[], Any]) -> Any:  # noqa: ANN401  what the method gives
-        """What a call gives or raises; no answer means that the worker is lost."""
+    def _result(self, call: Callable[[], Any]) -> Any:  # noqa: ANN401  the result of the method
+        """The result of a call, or its exception; without an answer the worker is lost."""
         if self._lost is not None:
             raise self._lost
         try:
@@ -158,50 +158,50 @@ class RemoteEngine:
                 raise EngineError(f"{self.name} failed: {error}") from error
             raise error.cause from error
         except RayError as error:
-            self._lost = EngineLost(f"{self.name}: {_reason(error, self._timeout)}{self._see}")
+            self._lost = EngineLost(f"{self.name}: {_reason(error, self._timeout)}{self._log_hint}")
             raise self._lost from error
 
-    def _keep_log(self, text: str | None) -> None:
+    def _save_log(self, text: str | None) -> None:
         if self._logs is not None and self.info.log is not None and text is not None:
             (self._logs.folder / self.info.log.name).write_text(text)
 
     @property
-    def _see(self) -> str:
+    def _log_hint(self) -> str:
         log: Path | None = self.info.log
         return "" if log is None else f"; its log is {log} on {self.info.host}"
 
 
-def once_ready(
-    asked: Sequence[ObjectRef[Any]], actors: Sequence[Actor], *, quiet_seconds: float
+def wait_until_ready(
+    results: Sequence[ObjectRef[Any]], actors: Sequence[Actor], *, quiet_seconds: float
 ) -> list[Any]:
-    """What actors say once they are ready, however long that takes while they make progress.
+    """The results of these calls to actors, regardless of how long the actors make progress.
 
-    Raises what the first of them raises, and `GetTimeoutError` if all of them and their children
+    Raises the first exception of them, and `GetTimeoutError` if all of them and their children
     have hardly used the CPU for `quiet_seconds`: on a busy machine, loading a model takes many
     times as long as on an idle one, and an actor may have to wait for another.
     """
     until, used = monotonic() + quiet_seconds, 0.0
-    waiting = list(asked)
+    waiting = list(results)
     while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_SECONDS)
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_SECONDS)
         ray.get(ready)
         if ready:
             continue
         with suppress(GetTimeoutError):
-            calls = [a.cpu_seconds.options(concurrency_group=BESIDE).remote() for a in actors]
-            now = sum(ray.get(calls, timeout=LOOK_SECONDS))
+            calls = [a.cpu_seconds.options(concurrency_group=CONCURRENT).remote() for a in actors]
+            now = sum(ray.get(calls, timeout=POLL_SECONDS))
             if now - used >= _PROGRESS_SHARE * quiet_seconds:
                 until, used = monotonic() + quiet_seconds, now
         if monotonic() >= until:
             raise GetTimeoutError(f"timed out, no progress for {quiet_seconds:g} s")
-    return list(ray.get(list(asked)))
+    return list(ray.get(list(results)))
 
 
-def end_worker(actor: Actor) -> None:
+def kill_worker(actor: Actor) -> None:
     """End a worker's process, and those of its engine, which would live on without it."""
     with suppress(RayError):
-        call = actor.abandon.options(concurrency_group=BESIDE).remote()
-        ray.get(call, timeout=_ABANDON_SECONDS)
+        call = actor.kill_children.options(concurrency_group=CONCURRENT).remote()
+        ray.get(call, timeout=_KILL_CHILDREN_SECONDS)
     ray.kill(actor)
 
 

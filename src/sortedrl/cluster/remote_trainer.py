@@ -23,8 +23,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayT
 from torch import OutOfMemoryError
 
 from sortedrl.cluster.broadcast import BroadcastSender
-from sortedrl.cluster.placement import BundlePlacement, Claim, own_place
-from sortedrl.cluster.remote_engine import BESIDE, Actor, once_ready
+from sortedrl.cluster.placement import BundlePlacement, BundleShare, free_address
+from sortedrl.cluster.remote_engine import CONCURRENT, Actor, wait_until_ready
 from sortedrl.cluster.weight_transport import (
     BROADCAST_BYTES,
     OBJECT_BYTES,
@@ -64,7 +64,7 @@ class TrainerFactory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """What the controller knows of a rank."""
+    """The facts about a rank that the controller keeps."""
 
     device: str
     host: str
@@ -76,8 +76,8 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Where the trainer stands after an update."""
+class UpdateResult:
+    """The state of the trainer after an update."""
 
     version: int
     last: Mapping[str, float]
@@ -86,20 +86,20 @@ class Outcome:
 
 
 class TrainerRank:
-    """One rank, in a process of its own. Only `cpu_seconds` may be called beside another call."""
+    """One rank, in a process of its own. Only `cpu_seconds` may be called during another call."""
 
     def __init__(self, name: str, *, has_gpu: bool, logs: LogFolder | None) -> None:
-        """A rank without a process group yet, so that an error in forming it can be reported."""
+        """A rank without a process group yet: an error in forming it can then be reported."""
         if not has_gpu:
             show_gpus(())
         self._log = WorkerLog(name, logs)
 
-    def place(self) -> tuple[str, int]:
+    def address(self) -> tuple[str, int]:
         """An address of this machine that others reach, and a port that is free now."""
-        return own_place()
+        return free_address()
 
     def cpu_seconds(self) -> float:
-        """Seconds of CPU that the rank has used, to see whether it makes progress."""
+        """Seconds of CPU that the rank has used, which show whether it makes progress."""
         return cpu_seconds_of(os.getpid())
 
     def open(
@@ -114,7 +114,7 @@ class TrainerRank:
     ) -> RankInfo:
         """Form the process group at this address, and make the trainer.
 
-        A colocated rank has no memory for its optimisers but during updates.
+        A colocated rank has memory for its optimisers during updates only.
         """
         import ray
         import torch
@@ -131,7 +131,7 @@ class TrainerRank:
         self._trainer = factory.trainer(ranks)
         self._is_colocated = is_colocated
         self._sender = BroadcastSender(str(ranks.device))
-        self._rest()
+        self._offload()
         return RankInfo(
             device=torch.cuda.get_device_name(0) if has_gpu else "cpu",
             host=socket.gethostname(),
@@ -144,32 +144,32 @@ class TrainerRank:
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The log-probabilities of the tokens of answers at temperature 1."""
         found = self._trainer.logprobs(trajectories)
-        self._rest()
+        self._offload()
         return found
 
-    def update(self, batch: TrainBatch) -> Outcome:
+    def update(self, batch: TrainBatch) -> UpdateResult:
         """Make one policy update."""
-        with self._awake():
+        with self._onloaded():
             self._trainer.update(batch)
-        return self._outcome()
+        return self._result()
 
-    def flush(self) -> Outcome:
+    def flush(self) -> UpdateResult:
         """Train on what is held back, as there will be no more."""
-        with self._awake():
+        with self._onloaded():
             is_changed = self._trainer.flush()
-        return self._outcome(is_changed=is_changed)
+        return self._result(is_changed=is_changed)
 
     def save(self, folder: Path, *, kind: CheckpointKind, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
         """Write model and trainer into the folder of a checkpoint; gives the counters."""
         write = write_full if kind == "full" else write_sharded
-        with self._awake():
+        with self._onloaded():
             return write(self._trainer, folder, tokenizer=tokenizer)
 
     def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the trained model; the first rank does."""
         export_whole(self._trainer, folder, tokenizer=tokenizer)
 
-    def sees(self, logs: LogFolder) -> bool:
+    def sees_folder(self, logs: LogFolder) -> bool:
         """Whether this machine sees the folder of the run."""
         return logs.is_here
 
@@ -188,7 +188,7 @@ class TrainerRank:
             if self._trainer.ranks.is_first:
                 self._sender.send(rendezvous, parts)
         finally:
-            # What one rank gathers all do, to the end, even if nobody is there to take it.
+            # Gathering is collective: every rank gathers to the end, even if nothing is sent.
             deque(parts, maxlen=0)
 
     def write(self, path: Path) -> None:
@@ -201,54 +201,54 @@ class TrainerRank:
             deque(parts, maxlen=0)
 
     def close(self) -> str | None:
-        """Gives the text of a log that the controller cannot see."""
-        return self._log.text_away()
+        """The text of a log that the controller cannot read."""
+        return self._log.remote_text()
 
     @contextmanager
-    def _awake(self) -> Iterator[None]:
-        """The optimisers have their memory meanwhile."""
+    def _onloaded(self) -> Iterator[None]:
+        """Inside, the optimisers have their memory."""
         self._trainer.onload()
         yield
-        self._rest()
+        self._offload()
 
-    def _rest(self) -> None:
-        """Leave the GPU to the engines that share it."""
+    def _offload(self) -> None:
+        """Free the GPU for the engines that share it."""
         if self._is_colocated:
             self._trainer.offload()
 
     def _parts(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         return self._trainer.buckets(max_bytes=max_bytes)
 
-    def _outcome(self, *, is_changed: bool = True) -> Outcome:
+    def _result(self, *, is_changed: bool = True) -> UpdateResult:
         trainer = self._trainer
-        return Outcome(version=trainer.version, last=dict(trainer.last), is_changed=is_changed)
+        return UpdateResult(version=trainer.version, last=dict(trainer.last), is_changed=is_changed)
 
 
 _CLOSE_SECONDS = 20.0
-# While one rank writes a checkpoint the others wait. That a rank is gone Ray says much sooner.
+# While one rank writes a checkpoint the others wait. Ray reports a lost rank much sooner.
 _COLLECTIVE_SECONDS = 1800.0
-# Time for the others to say what they died of, when one has failed.
+# Time for the others to report their errors, when one has failed.
 _OTHERS_SECONDS = 10.0
 
 
 class RankSource:
-    """The weights of a trainer over ranks: the first rank sends them straight to the workers."""
+    """The weights of a trainer over ranks: the first rank sends them to the workers itself."""
 
     def __init__(self, trainer: RemoteTrainer) -> None:
-        """Nothing is moved yet."""
+        """Nothing is sent yet."""
         self._trainer = trainer
 
     def put(self, weights: Weights) -> Sequence[ObjectRef[Bucket]]:
         """Put into the object store by the first rank."""
-        return self._trainer.ask(lambda rank: rank.put.remote())[0]  # type: ignore[no-any-return]
+        return self._trainer.call(lambda rank: rank.put.remote())[0]  # type: ignore[no-any-return]
 
     def send(self, weights: Weights, rendezvous: Rendezvous) -> None:
         """Broadcast to the workers by the first rank."""
-        self._trainer.ask(lambda rank: rank.send.remote(rendezvous))
+        self._trainer.call(lambda rank: rank.send.remote(rendezvous))
 
     def write(self, weights: Weights, path: Path) -> None:
         """Written into a file by the first rank."""
-        self._trainer.ask(lambda rank: rank.write.remote(path))
+        self._trainer.call(lambda rank: rank.write.remote(path))
 
     def close(self) -> None:
         """The process group ends with the ranks."""
@@ -273,15 +273,15 @@ class RemoteTrainer:
         self.is_closed = False
         self._cluster = cluster
         self._logs = LogFolder.opened(folder)
-        self._claims = placement.blueprint.ranks
+        self._claims = placement.plan.ranks
         self._ranks: list[Actor] = [
             _started(claim, placement, name=f"rank-{number}", logs=self._logs)
             for number, claim in enumerate(self._claims)
         ]
-        self._make_room: Callable[[], object] = _nothing
+        self._sleep_engine: Callable[[], object] = _nothing
         try:
             self.info = self._opened(factory)
-            self._refuse_blind()
+            self._require_shared_folder()
         except BaseException:
             self.close()
             raise
@@ -289,19 +289,19 @@ class RemoteTrainer:
 
     @property
     def device(self) -> str:
-        """What the ranks compute on."""
+        """The devices of the ranks."""
         return f"{len(self.info)} x {self.info[0].device}"
 
     def update(self, batch: TrainBatch) -> None:
         """Make one policy update on all ranks."""
-        self._make_room()
+        self._sleep_engine()
         # Once into the object store, not once for each rank.
         reference = ray.put(batch)
-        self._take(self.ask(lambda rank: rank.update.remote(reference)))
+        self._record(self.call(lambda rank: rank.update.remote(reference)))
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The log-probabilities of the tokens of a few answers at temperature 1."""
-        found: list[list[float]] = self.ask(lambda rank: rank.logprobs.remote(trajectories))[0]
+        found: list[list[float]] = self.call(lambda rank: rank.logprobs.remote(trajectories))[0]
         return found
 
     @property
@@ -314,12 +314,12 @@ class RemoteTrainer:
 
     def flush(self) -> bool:
         """Train on what is held back, as there will be no more; whether there was anything."""
-        self._make_room()
-        return self._take(self.ask(lambda rank: rank.flush.remote())).is_changed
+        self._sleep_engine()
+        return self._record(self.call(lambda rank: rank.flush.remote())).is_changed
 
-    def share_memory_with(self, sleep: Callable[[], object]) -> None:
-        """From now on call `sleep` of the engine before the ranks need their memory."""
-        self._make_room = sleep
+    def sleep_engine_with(self, sleep: Callable[[], object]) -> None:
+        """Call `sleep` of the engine whenever the ranks need their memory."""
+        self._sleep_engine = sleep
 
     def weights(self) -> Weights:
         """The present version; the tensors stay with the ranks, and `RankSource` sends them."""
@@ -327,9 +327,9 @@ class RemoteTrainer:
 
     def save(self, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
         """Write model and trainer into the folder of a checkpoint; gives the counters."""
-        self._make_room()
+        self._sleep_engine()
         kind = self._cluster.checkpoint
-        counters: dict[str, Any] = self.ask(
+        counters: dict[str, Any] = self.call(
             lambda rank: rank.save.remote(folder.absolute(), kind=kind, tokenizer=tokenizer)
         )[0]
         return counters
@@ -340,7 +340,7 @@ class RemoteTrainer:
 
     def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the trained model."""
-        self.ask(lambda rank: rank.export.remote(folder.absolute(), tokenizer=tokenizer))
+        self.call(lambda rank: rank.export.remote(folder.absolute(), tokenizer=tokenizer))
 
     def close(self) -> None:
         """End the ranks; logs that this machine does not see are fetched first."""
@@ -348,35 +348,35 @@ class RemoteTrainer:
             return
         self.is_closed = True
         for number, rank in enumerate(self._ranks):
-            # Whatever it says, its process ends.
+            # Its process ends even if this fails.
             with suppress(RayError):
                 text = ray.get(rank.close.remote(), timeout=_CLOSE_SECONDS)
                 if text is not None:
                     (self._logs.folder / f"rank-{number}.log").write_text(text)
         self._end()
 
-    def ask(self, call: Callable[[Actor], ObjectRef[Any]]) -> list[Any]:
-        """What all ranks answer, in order.
+    def call(self, method: Callable[[Actor], ObjectRef[Any]]) -> list[Any]:
+        """The results of a call to every rank, in order.
 
-        If one of them is lost, so is the trainer: the others wait for it in vain.
+        If one of them is lost, so is the trainer: the others would wait for it forever.
         """
         if self.is_closed:
             raise TrainerLost("the trainer's ranks have ended")
-        asked = [call(rank) for rank in self._ranks]
+        results = [method(rank) for rank in self._ranks]
         try:
-            waiting = asked
+            waiting = results
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=1)
                 ray.get(done)
-            return list(ray.get(asked))
+            return list(ray.get(results))
         except RayError as error:
-            raise self._failure(asked, error) from error
+            raise self._failure(results, error) from error
 
     def _opened(self, factory: TrainerFactory) -> list[RankInfo]:
         seconds = self._cluster.start_seconds
         try:
-            placed = [self._ranks[0].place.remote()]
-            ((host, port),) = once_ready(placed, self._ranks, quiet_seconds=seconds)
+            placed = [self._ranks[0].address.remote()]
+            ((host, port),) = wait_until_ready(placed, self._ranks, quiet_seconds=seconds)
             opening = [
                 rank.open.remote(
                     factory,
@@ -388,12 +388,12 @@ class RemoteTrainer:
                 )
                 for number, rank in enumerate(self._ranks)
             ]
-            return once_ready(opening, self._ranks, quiet_seconds=seconds)
+            return wait_until_ready(opening, self._ranks, quiet_seconds=seconds)
         except RayTaskError as error:
             if isinstance(error.cause, SortedRLError):
                 raise error.cause from error
             raise EngineError(
-                f"a trainer rank could not start: {error.cause}{self._see}"
+                f"a trainer rank could not start: {error.cause}{self._log_hint}"
             ) from error
         except RayError as error:
             raise EngineError(
@@ -401,10 +401,10 @@ class RemoteTrainer:
                 "sortedrl cluster check, or raise cluster.start_seconds"
             ) from error
 
-    def _failure(self, asked: Sequence[ObjectRef[Any]], first: RayError) -> Exception:
-        """What to raise: that a rank is lost counts more than what the others say of it."""
-        ray.wait(list(asked), num_returns=len(asked), timeout=_OTHERS_SECONDS)
-        found = [first, *self._errors(asked)]
+    def _failure(self, results: Sequence[ObjectRef[Any]], first: RayError) -> Exception:
+        """The error to raise: that a rank is lost comes before the errors of the others."""
+        ray.wait(list(results), num_returns=len(results), timeout=_OTHERS_SECONDS)
+        found = [first, *self._errors(results)]
         is_lost = any(isinstance(error, ActorDiedError | ActorUnavailableError) for error in found)
         own = [
             error.cause
@@ -417,35 +417,35 @@ class RemoteTrainer:
         exhausted = None if is_lost else exhausted_resource(causes)
         if exhausted is not None:
             self._end()
-            return TrainingError(f"{exhausted}{self._see}")
-        # Whoever still waits for the lost one will not be asked again.
+            return TrainingError(f"{exhausted}{self._log_hint}")
+        # The other ranks still wait for the lost one.
         self._end()
         reason = (
             "its process has died (killed, out of memory, or crashed)"
             if is_lost
             else str(found[-1]).strip().rpartition("\n")[2]
         )
-        return TrainerLost(f"a trainer rank is lost: {reason}{self._see}")
+        return TrainerLost(f"a trainer rank is lost: {reason}{self._log_hint}")
 
-    def _errors(self, asked: Sequence[ObjectRef[Any]]) -> list[RayError]:
+    def _errors(self, results: Sequence[ObjectRef[Any]]) -> list[RayError]:
         found = []
-        for reference in asked:
+        for result in results:
             try:
-                ray.get(reference, timeout=0)
+                ray.get(result, timeout=0)
             except RayError as error:
                 found.append(error)
         return found
 
-    def _take(self, outcomes: Sequence[Outcome]) -> Outcome:
-        first = outcomes[0]
+    def _record(self, results: Sequence[UpdateResult]) -> UpdateResult:
+        first = results[0]
         self.version, self.last = first.version, first.last
         return first
 
-    def _refuse_blind(self) -> None:
+    def _require_shared_folder(self) -> None:
         """Refuse ranks that cannot write where the run is kept."""
         writers = len(self.info) if self._cluster.checkpoint == "sharded" else 1
         for number, sees in enumerate(
-            self.ask(lambda rank: rank.sees.remote(self._logs))[:writers]
+            self.call(lambda rank: rank.sees_folder.remote(self._logs))[:writers]
         ):
             if not sees:
                 raise CheckpointError(
@@ -460,14 +460,14 @@ class RemoteTrainer:
             ray.kill(rank)
 
     @property
-    def _see(self) -> str:
+    def _log_hint(self) -> str:
         return f"; the logs of the ranks are in {self._logs.folder}"
 
 
 def exhausted_resource(causes: Sequence[BaseException]) -> str | None:
-    """What a rank ran out of, in its own words; `None` if that is not why it failed.
+    """The resource that a rank ran out of, as a message; `None` if it failed otherwise.
 
-    The same update would fail again, so the run is not restarted by itself.
+    The same update would fail again, so the run is not restarted automatically.
     """
     for cause in causes:
         text = str(cause).strip().partition("\n")[0] or type(cause).__name__
@@ -483,14 +483,16 @@ def exhausted_resource(causes: Sequence[BaseException]) -> str | None:
 
 
 def _nothing() -> None:
-    """Nothing is to be let go of."""
+    """There is no engine that shares the memory of the ranks."""
 
 
-def _started(claim: Claim, placement: BundlePlacement, *, name: str, logs: LogFolder) -> Actor:
+def _started(
+    claim: BundleShare, placement: BundlePlacement, *, name: str, logs: LogFolder
+) -> Actor:
     # Ray's types know the bare decorator only.
     remote: Any = ray.remote
     return (
-        remote(concurrency_groups={BESIDE: 1})(TrainerRank)
+        remote(concurrency_groups={CONCURRENT: 1})(TrainerRank)
         .options(
             num_cpus=claim.cpus,
             num_gpus=claim.gpus,

@@ -50,7 +50,7 @@ _TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLoad:
-    """How one worker got its weights."""
+    """The load of the weights by one worker."""
 
     version: int
     bytes: int
@@ -63,7 +63,7 @@ class WeightLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What one weight sync moved, and how long it took; of the workers, the slowest counts."""
+    """Bytes and seconds of one weight sync; of the workers, the slowest counts."""
 
     version: int
     workers: int
@@ -80,18 +80,31 @@ class SyncReport:
     seconds: float
     """Of the whole push, transports that failed included."""
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """For the metrics row of an update."""
+        return {
+            "hand_over/seconds": self.seconds,
+            "hand_over/bytes": float(self.bytes),
+            "hand_over/buckets": float(self.buckets),
+            "hand_over/workers": float(self.workers),
+            "hand_over/put_seconds": self.put_seconds,
+            "hand_over/fetch_seconds": self.fetch_seconds,
+            "hand_over/load_seconds": self.load_seconds,
+        }
+
 
 class SyncTarget(Protocol):
-    """A rollout worker, as weights are pushed to it."""
+    """A rollout worker that weights are pushed to."""
 
     @property
     def number(self) -> int:
-        """Which worker it is."""
+        """The number of the worker."""
 
     def take_weights(self, weights: Weights, delivery: Delivery | None) -> WeightLoad:
-        """Have the worker take the weights, and wait for it; without a delivery only the version.
+        """Have the worker receive the weights, and wait; without a delivery, the version only.
 
-        Raises `TransportFailed` if they did not come, and `EngineLost` if the worker is gone.
+        Raises `TransportFailed` if they did not arrive, and `EngineLost` if the worker is lost.
         """
 
 
@@ -105,7 +118,7 @@ def transports_from(first: WeightTransport) -> Sequence[WeightTransport]:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Progress:
+class _Push:
     weights: Weights
     left: list[SyncTarget]
     """Workers that do not have the weights yet."""
@@ -113,7 +126,7 @@ class _Progress:
     loads: list[WeightLoad] = field(default_factory=list)
     put_seconds: dict[WeightTransport, float] = field(default_factory=dict)
     reasons: dict[WeightTransport, str] = field(default_factory=dict)
-    """Why a transport did not reach some worker."""
+    """The first error of each transport that did not reach every worker."""
 
     def report(self) -> SyncReport:
         used = [load.transport for load in self.loads if load.transport is not None]
@@ -167,14 +180,14 @@ class WeightSync:
     def push(
         self, weights: Weights, workers: Sequence[SyncTarget], *, is_joining: bool = False
     ) -> None:
-        """Bring the weights to these workers; returns when each has them, or is lost.
+        """Push the weights to these workers; returns when each has them, or is lost.
 
         Workers that join others get them without a broadcast: a process group of their own is not
-        worth it. Raises `EngineError` if no transport reached a worker that lives.
+        worth it. Raises `EngineError` if no transport reached a worker that is alive.
         """
         transports = [name for name in self._transports if not is_joining or name != "broadcast"]
         with self._pushing:
-            progress = _Progress(weights=weights, left=list(workers))
+            progress = _Push(weights=weights, left=list(workers))
             if self._source is None:
                 self._deliver(progress, {worker.number: None for worker in workers}, transport=None)
             else:
@@ -184,7 +197,7 @@ class WeightSync:
                 reasons = "; ".join(f"{name}: {why}" for name, why in progress.reasons.items())
                 raise EngineError(
                     f"rollout worker {numbers} must have the weights of version {weights.version}, "
-                    f"but no transport brought them: {reasons}"
+                    f"but every transport failed: {reasons}"
                 )
             if progress.loads and not is_joining:
                 self._report(progress.report())
@@ -196,7 +209,7 @@ class WeightSync:
         self._groups.close()
 
     def _push_by(
-        self, transports: Sequence[WeightTransport], progress: _Progress, source: WeightSource
+        self, transports: Sequence[WeightTransport], progress: _Push, source: WeightSource
     ) -> None:
         for transport in transports:
             if not progress.left:
@@ -206,7 +219,7 @@ class WeightSync:
                 if transport == "broadcast":
                     self._broadcast(progress, source)
                 else:
-                    with self._made(transport, source, progress.weights) as delivery:
+                    with self._delivery(transport, source, progress.weights) as delivery:
                         progress.put_seconds[transport] = perf_counter() - start
                         deliveries = {worker.number: delivery for worker in progress.left}
                         self._deliver(progress, deliveries, transport=transport)
@@ -214,13 +227,13 @@ class WeightSync:
                 progress.reasons[transport] = str(error)
             self._count(transport, progress)
 
-    def _broadcast(self, progress: _Progress, source: WeightSource) -> None:
+    def _broadcast(self, progress: _Push, source: WeightSource) -> None:
         members = tuple(worker.number for worker in progress.left)
         rendezvous = self._groups.rendezvous(members)
         ranks = {number: rank for rank, number in enumerate(members, start=1)}
-        sending = _Sending(
+        sending = _SenderThread(
             lambda: source.send(progress.weights, rendezvous),
-            failed=lambda: self._groups.give_up(rendezvous, rank=0),
+            failed=lambda: self._groups.leave_out(rendezvous, rank=0),
         )
         deliveries: dict[int, Delivery | None] = {
             number: BroadcastDelivery(rendezvous=rendezvous, rank=rank)
@@ -231,7 +244,7 @@ class WeightSync:
                 progress,
                 deliveries,
                 transport="broadcast",
-                failed=lambda number: self._groups.give_up(rendezvous, rank=ranks[number]),
+                failed=lambda number: self._groups.leave_out(rendezvous, rank=ranks[number]),
             )
         finally:
             # The trainer may change the weights as soon as the push is over.
@@ -240,10 +253,10 @@ class WeightSync:
         sending.raise_failure(progress.reasons)
 
     @contextmanager
-    def _made(
+    def _delivery(
         self, transport: WeightTransport, source: WeightSource, weights: Weights
     ) -> Iterator[Delivery]:
-        """What the source makes for all workers, and removes afterwards."""
+        """Objects or a file with the weights, for all workers; removed afterwards."""
         if transport == "objects":
             yield ObjectDelivery(buckets=list(source.put(weights)), seconds=self._seconds)
             return
@@ -263,13 +276,13 @@ class WeightSync:
 
     def _deliver(
         self,
-        progress: _Progress,
+        progress: _Push,
         deliveries: Mapping[int, Delivery | None],
         *,
         transport: WeightTransport | None,
         failed: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """Have all workers that are left take their delivery, side by side.
+        """Have all workers that are left receive their delivery, in parallel.
 
         `failed` is called with the number of a worker as soon as that did not get it.
         """
@@ -294,7 +307,7 @@ class WeightSync:
                         transport, f"rollout worker {worker.number}: {error}"
                     )
                 elif isinstance(error, EngineLost):
-                    # Its own message is given by the pool, which is asked next.
+                    # The pool reports it, which is called next.
                     continue
                 elif isinstance(error, Exception):
                     errors.append(error)
@@ -304,18 +317,18 @@ class WeightSync:
         if errors:
             raise errors[0]
 
-    def _count(self, transport: WeightTransport, progress: _Progress) -> None:
-        """Warn of a transport that failed; if it always does, try it no more."""
+    def _count(self, transport: WeightTransport, progress: _Push) -> None:
+        """Warn of a transport that failed; one that fails again and again is disabled."""
         if transport not in progress.reasons:
             self._failures[transport] = 0
             return
         self._failures[transport] += 1
         later = self._transports[self._transports.index(transport) + 1 :]
-        is_over = bool(later) and self._failures[transport] >= _TRIES
-        if is_over:
+        is_disabled = bool(later) and self._failures[transport] >= _TRIES
+        if is_disabled:
             self._transports.remove(transport)
         following = f"{later[0]} is used instead" if later else "no other transport is left"
-        never = f"; it failed {_TRIES} times in a row and is not tried again" if is_over else ""
+        never = f"; it failed {_TRIES} times in a row and is not tried again" if is_disabled else ""
         self._warn(
             f"weight sync of version {progress.weights.version} by {transport} failed "
             f"({progress.reasons[transport]}); {following}{never}"
@@ -326,7 +339,7 @@ class BroadcastGroups:
     """The process groups of a sender and its workers, one at a time."""
 
     def __init__(self, *, seconds: float) -> None:
-        """Ranks have so long to join, and so long for each bucket."""
+        """`seconds` is the time limit for joining, and for each bucket."""
         self._seconds = seconds
         self._store: RendezvousStore | None = None
         self._members: tuple[int, ...] | None = None
@@ -334,7 +347,7 @@ class BroadcastGroups:
         self._changing = threading.Lock()
 
     def rendezvous(self, members: tuple[int, ...]) -> Rendezvous:
-        """Of these workers, who are ranks 1, 2, ... in order; rank 0 sends."""
+        """The rendezvous of these workers as ranks 1, 2, ... in order; rank 0 sends."""
         with self._changing:
             if self._store is None:
                 import ray
@@ -354,14 +367,14 @@ class BroadcastGroups:
                 timeout=self._seconds,
             )
 
-    def give_up(self, rendezvous: Rendezvous, *, rank: int) -> None:
-        """A rank failed: nobody waits for it, and the next broadcast is in a new group."""
+    def leave_out(self, rendezvous: Rendezvous, *, rank: int) -> None:
+        """A rank failed: the others stop waiting for it, and the next broadcast has a new group."""
         with self._changing:
             if rendezvous.key == self._key:
                 self._members = None
             if self._store is not None:
                 try:
-                    self._store.set_gone(rendezvous.key, rank=rank)
+                    self._store.set_lost(rendezvous.key, rank=rank)
                 except TransportFailed:
                     # Another store, at another port, may be reached.
                     self._store = None
@@ -371,8 +384,8 @@ class BroadcastGroups:
         self._store = None
 
 
-class _Sending:
-    """The source's side of a broadcast, in a thread while the workers receive."""
+class _SenderThread:
+    """The source's side of a broadcast: a thread that sends while the workers receive."""
 
     def __init__(self, send: Callable[[], None], *, failed: Callable[[], None]) -> None:
         """`failed` is called in that thread if the source raised."""
@@ -380,7 +393,7 @@ class _Sending:
         self._send = send
         self._failed = failed
         self._error: BaseException | None = None
-        # A sender that hangs must not keep the process from ending.
+        # A daemon: a sender that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="weight-sync", daemon=True)
         self._thread.start()
 
@@ -389,7 +402,7 @@ class _Sending:
         self._thread.join(timeout=seconds)
 
     def raise_failure(self, reasons: dict[WeightTransport, str]) -> None:
-        """Raise what the source raised; that the transport failed is only added to the reason."""
+        """Raise the exception of the source; `TransportFailed` is only added to the reason."""
         if self._error is None:
             return
         if not isinstance(self._error, TransportFailed):

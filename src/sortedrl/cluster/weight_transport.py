@@ -1,12 +1,12 @@
-"""The three weight transports: what a source does to send, and a worker to receive.
+"""The three weight transports: how a source sends, and how a worker receives.
 
     broadcast   over a process group       BroadcastDelivery
     objects     through the object store   ObjectDelivery
     disk        through a file             DiskDelivery
 
 A source is a trainer in this process or one of many ranks. A source or a worker that cannot use a
-transport raises `TransportFailed`, and the next one is used; anything else that it raises ends the
-weight sync.
+transport raises `TransportFailed`, and the next one is used; any other exception ends the weight
+sync.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 BROADCAST_BYTES = 16 << 20
-"""Of a bucket of a broadcast: below what a process gives back to the system at once, so that memory
-is used again."""
+"""Of a bucket of a broadcast: small enough for the allocator to reuse its memory."""
 OBJECT_BYTES = 256 << 20
 """Of a bucket in the object store."""
 
@@ -49,7 +48,7 @@ class Rendezvous:
     world: int
     """The sender and all workers."""
     key: str
-    """The name of the process group. Who has a group of this name keeps using it."""
+    """The name of the process group; a rank that is in a group of this name keeps using it."""
     timeout: float
     """Seconds that all ranks have to join, and then for each bucket."""
 
@@ -89,7 +88,7 @@ class LocalSource:
 
         tensors = _tensors(weights)
         if self._sender is None:
-            self._sender = BroadcastSender.beside(tensors)
+            self._sender = BroadcastSender.for_tensors(tensors)
         self._sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
 
     def write(self, weights: Weights, path: Path) -> None:
@@ -138,7 +137,7 @@ def put_objects(parts: Iterable[Sequence[tuple[str, Tensor]]]) -> list[ObjectRef
 def write_weights(
     tensors: Iterable[tuple[str, Tensor]], path: Path, *, like: Mapping[str, Tensor]
 ) -> None:
-    """One safetensors file, written beside its place and renamed; tied tensors are written twice.
+    """Write one safetensors file under another name, and rename it; tied tensors come twice.
 
     One tensor at a time is in memory; `like` has their dtypes and shapes. Raises `TransportFailed`
     if it cannot be written.
@@ -170,7 +169,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, without what follows it."""
+    """The first line of the message of an exception."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -204,8 +203,8 @@ Delivery = BroadcastDelivery | ObjectDelivery | DiskDelivery
 class ReceivedWeights(Mapping[str, "Tensor"]):
     """Weights that arrive at a worker bucket by bucket.
 
-    `items` gives the tensors of a bucket as soon as it is here, and keeps none of them: it can be
-    gone through once. Anything else waits for all of them first.
+    `items` gives the tensors of a bucket as soon as it has arrived, and keeps none of them: it can
+    be iterated once. Everything else waits for all of them first.
     """
 
     def __init__(self, buckets: Iterator[Mapping[str, Tensor]]) -> None:
@@ -232,11 +231,11 @@ class ReceivedWeights(Mapping[str, "Tensor"]):
 
     def items(self) -> ItemsView[str, Tensor]:
         """Names and tensors, as they arrive."""
-        return _Arriving(self) if self._all is None else self._all.items()
+        return _ArrivingItems(self) if self._all is None else self._all.items()
 
     def arriving(self) -> Iterator[tuple[str, Tensor]]:
-        """The next tensors until the last one; raises `TransportFailed` if they do not come."""
-        assert not self._is_begun, "weights that arrive are gone through once"
+        """The tensors as they arrive; raises `TransportFailed` if they do not."""
+        assert not self._is_begun, "weights that arrive are iterated once"
         self._is_begun = True
         while True:
             start = perf_counter()
@@ -257,8 +256,8 @@ class ReceivedWeights(Mapping[str, "Tensor"]):
         return self._all
 
 
-class _Arriving(ItemsView[str, "Tensor"]):
-    """The items of weights that are on their way."""
+class _ArrivingItems(ItemsView[str, "Tensor"]):
+    """The items of weights that are still arriving."""
 
     def __init__(self, weights: ReceivedWeights) -> None:
         super().__init__(weights)
@@ -276,9 +275,9 @@ class WeightReceiver:
         self._receiver: BroadcastReceiver | None = None
 
     def receive(self, delivery: Delivery) -> ReceivedWeights:
-        """The weights as they arrive; they must be read only, and let go of soon.
+        """The weights as they arrive; they must be read only, and not be kept.
 
-        Going through them raises `TransportFailed` if they do not come.
+        Iterating raises `TransportFailed` if they do not arrive.
         """
         match delivery:
             case BroadcastDelivery():
@@ -302,7 +301,7 @@ class WeightReceiver:
 
 
 def _device() -> str:
-    """The device that the weights of this worker are for."""
+    """The device of this worker's weights."""
     import ray
     import torch
 

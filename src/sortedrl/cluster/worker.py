@@ -1,11 +1,11 @@
 """The actor of a rollout worker: one engine, driven by a thread of its own.
 
 The engine is made inside the worker by a small frozen factory. Two workers with equal factories
-have the same engine with the same weights, so one can continue what the other began.
+have the same engine with the same weights, so one can continue the answers of the other.
 
-The engine decodes while the controller is busy elsewhere; a call to `step` returns what was done
-since the last one. So the controller is never waited for between two tokens, and the slower it is,
-the more one call returns.
+The engine decodes while the controller is busy; a call to `step` returns the tokens and answers
+since the last one. So decoding never waits for the controller, and the slower that is, the more one
+call returns.
 
 A worker logs to a file in the run folder. Where its machine does not see that folder it logs to a
 local file, and the controller fetches the text when it closes the worker.
@@ -54,7 +54,7 @@ class EngineFactory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFolder:
-    """The folder of the logs, and the name of a file in it that proves it is the same one."""
+    """The folder of the logs, and the name of a file in it that identifies the folder."""
 
     folder: Path
     mark: str
@@ -75,7 +75,7 @@ class LogFolder:
 
 
 def show_gpus(names: Sequence[str]) -> None:
-    """Have this process see these GPUs only: Ray shows all of them to an actor that asked for none.
+    """Make only these GPUs visible: Ray shows all of them to an actor that reserves none.
 
     It must be called before CUDA is used.
     """
@@ -85,7 +85,7 @@ def show_gpus(names: Sequence[str]) -> None:
 def cpu_seconds_of(process: int) -> float:
     """Seconds of CPU of a process and of all below it: vLLM and SGLang load models in children."""
     own = 0.0
-    # It may be gone by now.
+    # The process may have ended.
     with suppress(OSError):
         after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         # User and system time, its own and that of the children that it has waited for.
@@ -97,14 +97,14 @@ class WorkerLog:
     """Standard output and standard error of a process from now on, in a file."""
 
     def __init__(self, name: str, folder: LogFolder | None) -> None:
-        """Begin; without a folder the output stays with Ray."""
+        """Redirect the output; without a folder Ray keeps it."""
         self.path: Path | None = None
-        self.is_away = False
+        self.is_remote = False
         """Whether the file is outside the run folder."""
         if folder is None:
             return
-        self.is_away = not folder.is_here
-        place = Path(tempfile.mkdtemp(prefix="sortedrl-")) if self.is_away else folder.folder
+        self.is_remote = not folder.is_here
+        place = Path(tempfile.mkdtemp(prefix="sortedrl-")) if self.is_remote else folder.folder
         self.path = place / f"{name}.log"
         file = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         sys.stdout.flush()
@@ -113,9 +113,9 @@ class WorkerLog:
         os.dup2(file, 2)
         os.close(file)
 
-    def text_away(self) -> str | None:
-        """The text of a file that the controller cannot see; `None` if it can, or there is none."""
-        if self.path is None or not self.is_away:
+    def remote_text(self) -> str | None:
+        """The text of a log that the controller cannot read; `None` if it can, or has none."""
+        if self.path is None or not self.is_remote:
             return None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -124,7 +124,7 @@ class WorkerLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What the controller knows of a worker without asking again."""
+    """The facts about a worker that the controller keeps."""
 
     engine: str
     slots: int
@@ -136,14 +136,14 @@ class WorkerInfo:
 
 
 class EngineDriver:
-    """The thread that makes all calls to an engine: it runs what it is given, and steps in between.
+    """The thread that makes all calls to an engine: submitted functions, and steps in between.
 
     An error of a step stops the stepping until `take_step` has raised it. An engine that is lost is
     not stepped again.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
-        """Begin to drive."""
+        """Start the thread."""
         self.engine = engine
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._changed = threading.Condition()
@@ -156,7 +156,7 @@ class EngineDriver:
         self._thread.start()
 
     def call(self, function: Callable[[], _Result]) -> _Result:
-        """Run this between two steps; gives what it returns, or raises what it raises."""
+        """Run this between two steps; returns its result, or raises its exception."""
         future: Future[_Result] = Future()
 
         def run() -> None:
@@ -185,7 +185,7 @@ class EngineDriver:
         self.call(submit)
 
     def take_step(self, *, poll_seconds: float) -> Step:
-        """What was done since the last one; waits for an answer, or `poll_seconds` for tokens."""
+        """The tokens and answers since the last one; waits for an answer, or `poll_seconds`."""
         until = monotonic() + poll_seconds
         with self._changed:
             while not (self._finished or (self._decoded and monotonic() >= until)):
@@ -236,7 +236,7 @@ class EngineDriver:
             raise self._lost
 
     def _wake(self) -> None:
-        """Have the thread look again whether it can step."""
+        """Make the thread check again whether it can step."""
         self._calls.put(lambda: None)
 
     def _drive(self) -> None:
@@ -275,7 +275,7 @@ class EngineDriver:
 class RolloutWorker:
     """One engine in a process of its own.
 
-    Only `cpu_seconds` and `abandon` may be called beside another call.
+    Only `cpu_seconds` and `kill_children` may be called during another call.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class RolloutWorker:
         poll_seconds: float,
         logs: LogFolder | None,
     ) -> None:
-        """A worker without an engine yet, so that an error in making one can be reported.
+        """A worker without an engine yet: an error in making one can then be reported.
 
         It uses these GPUs, or without `gpus` those that Ray has given it.
         """
@@ -312,11 +312,11 @@ class RolloutWorker:
         )
 
     def cpu_seconds(self) -> float:
-        """Seconds of CPU that the worker has used, to see whether it makes progress."""
+        """Seconds of CPU that the worker has used, which show whether it makes progress."""
         return cpu_seconds_of(os.getpid())
 
-    def abandon(self) -> None:
-        """Kill the processes of the engine, if it has some; the worker itself is killed next."""
+    def kill_children(self) -> None:
+        """Kill the processes of the engine, if it has any, before the worker itself is killed."""
         kill_descendants(os.getpid())
 
     def score(self, trajectories: Sequence[Trajectory]) -> Sequence[TokenScores] | None:
@@ -337,7 +337,7 @@ class RolloutWorker:
         self._driver.submit(trajectories, tolerance=tolerance, sampling=sampling)
 
     def step(self) -> Step:
-        """What was done since the last step; waits for a complete answer or the next report."""
+        """The tokens and answers since the last step; waits for an answer or the next report."""
         return self._driver.take_step(poll_seconds=self._poll_seconds)
 
     def interrupt(self) -> Sequence[Trajectory]:
@@ -345,10 +345,10 @@ class RolloutWorker:
         return self._driver.interrupt()
 
     def load_weights(self, version: int, delivery: Delivery | None) -> WeightLoad:
-        """Receive the weights and decode with them from now on; or only take over the version.
+        """Receive the weights and decode with them from now on; or only set the version.
 
         An engine that loads weights bucket by bucket gets each as it arrives. Raises
-        `TransportFailed` if they did not come: the engine may have some of them, and must get all
+        `TransportFailed` if they did not arrive: the engine may have some of them, and must get all
         of them before it decodes.
         """
         self._driver.require_engine()
@@ -378,7 +378,7 @@ class RolloutWorker:
         return isinstance(engine, SleepableEngine) and self._driver.call(engine.sleep)
 
     def close(self) -> str | None:
-        """Close the engine; gives the text of a log that the controller cannot see."""
+        """Close the engine; returns the text of a log that the controller cannot read."""
         self._receiver.close()
         self._driver.close()
-        return self._log.text_away()
+        return self._log.remote_text()

@@ -2,8 +2,8 @@
 
 A worker that dies is left out at once, and another one continues its answers. At a weight sync,
 when nothing runs, a new worker is started in the bundle of a lost one, which Ray moves if the node
-is gone, and more join up to `cluster.max_rollout_workers`. A new worker has the present weights
-before it joins. If the cluster has no room the run continues with the workers it has, and asks
+is lost, and more join up to `cluster.max_rollout_workers`. A new worker has the present weights
+before it joins. If the cluster has no room the run continues with the workers it has, and tries
 again at the next sync.
 """
 
@@ -19,14 +19,19 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from sortedrl.cluster.placement import BundlePlacement, Claim, free_resources, joining
+from sortedrl.cluster.placement import (
+    BundlePlacement,
+    BundleShare,
+    free_resources,
+    plan_of_one_worker,
+)
 from sortedrl.cluster.remote_engine import (
-    BESIDE,
-    LOOK_SECONDS,
+    CONCURRENT,
+    POLL_SECONDS,
     Actor,
     RemoteEngine,
-    end_worker,
-    once_ready,
+    kill_worker,
+    wait_until_ready,
 )
 from sortedrl.cluster.weight_sync import SyncReport, WeightSync, transports_from
 from sortedrl.cluster.weight_transport import WeightSource
@@ -52,27 +57,27 @@ _MOST_SKIPPED_SYNCS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    claim: Claim
+class _WorkerPlacement:
+    claim: BundleShare
     placement: BundlePlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Starting:
+class _StartingWorker:
     number: int
     actor: Actor
     info: ObjectRef[WorkerInfo]
 
 
-class _NodeGone(EngineError):
-    """A bundle has no node, which is known at once."""
+class _NodeLostError(EngineError):
+    """A bundle has no node: a worker need not be tried in it."""
 
 
 @dataclass(slots=True)
 class _Backoff:
-    """Where a worker does not start, which takes a while, it is tried less and less often."""
+    """Exponential backoff: a worker that does not start is tried less and less often."""
 
-    num_refusals: int = 0
+    num_failures: int = 0
     syncs_to_skip: int = 0
 
     def is_due(self) -> bool:
@@ -87,13 +92,13 @@ class _Backoff:
         """Count whether a worker starts inside the block."""
         try:
             yield
-        except _NodeGone:
+        except _NodeLostError:
             raise
         except EngineError:
-            self.num_refusals += 1
-            self.syncs_to_skip = min(_MOST_SKIPPED_SYNCS, 2**self.num_refusals)
+            self.num_failures += 1
+            self.syncs_to_skip = min(_MOST_SKIPPED_SYNCS, 2**self.num_failures)
             raise
-        self.num_refusals = 0
+        self.num_failures = 0
 
 
 class WorkerPool:
@@ -136,20 +141,20 @@ class WorkerPool:
             folder=weight_sync_folder,
             timeout_seconds=cluster.worker_timeout_seconds,
         )
-        self._places: list[_Place] = []
+        self._places: list[_WorkerPlacement] = []
         """By the number of a worker."""
         self._replaced: set[int] = set()
         """Workers that were lost, and replaced."""
         self._own_placements: list[BundlePlacement] = []
-        self._complaint: str | None = None
-        self._mending, self._growing = _Backoff(), _Backoff()
+        self._last_warning: str | None = None
+        self._replace_backoff, self._grow_backoff = _Backoff(), _Backoff()
         self._needs_weights = False
         self._gpus_of_bundle = gpus_of_bundle or {}
         with ExitStack() as opened:
             starting = []
-            for claim in placement.blueprint.workers:
-                starting.append(self._start(_Place(claim=claim, placement=placement)))
-                opened.callback(end_worker, starting[-1].actor)
+            for claim in placement.plan.workers:
+                starting.append(self._start(_WorkerPlacement(claim=claim, placement=placement)))
+                opened.callback(kill_worker, starting[-1].actor)
             self.workers = [self._engine(worker) for worker in starting]
             opened.pop_all()
         self._pool = EnginePool(
@@ -208,16 +213,16 @@ class WorkerPool:
         """Push these weights to all workers, and replace or add workers as far as there is room."""
         self._needs_weights = False
         self._weight_sync.push(weights, [w for w in self.workers if not w.is_lost])
-        # Whoever was lost in the push is left out of the pool here.
+        # Workers that were lost in the push are left out of the pool here.
         self._pool.load_weights(weights)
         known = len(self.workers)
         try:
             self._replace_lost(weights)
-            if self._growing.is_due():
+            if self._grow_backoff.is_due():
                 self._grow(weights)
-                self._complaint = None
+                self._last_warning = None
         except EngineError as error:
-            self._complain(str(error))
+            self._warn_once(str(error))
         for worker in self.workers[known:]:
             self._tell(f"{worker.name} has joined: {self.slots} slots now")
 
@@ -236,13 +241,13 @@ class WorkerPool:
         """
         for worker in self.workers:
             if not worker.is_lost:
-                # Whoever is lost now is left out when work comes.
+                # A worker that is lost now is left out when work is submitted.
                 with suppress(EngineLost):
                     self._needs_weights |= worker.sleep()
         return self._needs_weights
 
     def wake(self) -> None:
-        """Bring the weights back to workers that dropped them, if there are no newer ones."""
+        """Push the weights again to workers that dropped them, if there are no newer ones."""
         if self._needs_weights:
             self.load_weights(Weights(self.version))
 
@@ -257,19 +262,19 @@ class WorkerPool:
 
     def _replace_lost(self, weights: Weights) -> None:
         """Start a worker in the bundle of each that was lost."""
-        is_due = not self.lost or self._mending.is_due()
+        is_due = not self.lost or self._replace_backoff.is_due()
         for worker in self.lost:
             place = self._places[worker.number]
             _require_node(place.placement)
             if is_due:
-                with self._mending.tried():
+                with self._replace_backoff.tried():
                     self._join(place, weights)
                 self._replaced.add(worker.number)
 
     def _grow(self, weights: Weights) -> None:
         """Add workers while there is room."""
         while self._may_grow:
-            with self._growing.tried():
+            with self._grow_backoff.tried():
                 self._add(weights)
 
     @property
@@ -277,24 +282,26 @@ class WorkerPool:
         living = sum(not worker.is_lost for worker in self.workers)
         if living >= self._cluster.max_workers:
             return False
-        free, wanted = free_resources(), joining(self._cluster).total
+        free, wanted = free_resources(), plan_of_one_worker(self._cluster).total
         return all(free.get(name, 0.0) >= amount for name, amount in wanted.items())
 
     def _add(self, weights: Weights) -> None:
         """Start one more worker, in a bundle of its own."""
-        placement = BundlePlacement(joining(self._cluster), seconds=_GROW_SECONDS)
+        placement = BundlePlacement(plan_of_one_worker(self._cluster), seconds=_GROW_SECONDS)
         with ExitStack() as opened:
             opened.callback(placement.remove)
-            self._join(_Place(claim=placement.blueprint.workers[0], placement=placement), weights)
+            self._join(
+                _WorkerPlacement(claim=placement.plan.workers[0], placement=placement), weights
+            )
             opened.pop_all()
         self._own_placements.append(placement)
 
-    def _join(self, place: _Place, weights: Weights) -> None:
+    def _join(self, place: _WorkerPlacement, weights: Weights) -> None:
         """Start a worker there, and have it join the others with the present weights."""
         starting = self._start(place)
         with ExitStack() as opened:
-            opened.callback(end_worker, starting.actor)
-            _require_placed(starting, place.placement)
+            opened.callback(kill_worker, starting.actor)
+            _wait_until_placed(starting, place.placement)
             worker = self._engine(starting)
             if worker.version != weights.version:
                 worker.load_weights(weights)
@@ -302,19 +309,19 @@ class WorkerPool:
             opened.pop_all()
         self.workers.append(worker)
 
-    def _complain(self, words: str) -> None:
-        """Say it once, not at every sync."""
-        if words != self._complaint:
-            self._tell(words)
-        self._complaint = words
+    def _warn_once(self, message: str) -> None:
+        """Warn once, not at every sync."""
+        if message != self._last_warning:
+            self._tell(message)
+        self._last_warning = message
 
-    def _start(self, place: _Place) -> _Starting:
+    def _start(self, place: _WorkerPlacement) -> _StartingWorker:
         number = len(self._places)
         self._places.append(place)
         # Ray's types know the bare decorator only.
         remote: Any = ray.remote
         actor: Actor = (
-            remote(concurrency_groups={BESIDE: 1})(RolloutWorker)
+            remote(concurrency_groups={CONCURRENT: 1})(RolloutWorker)
             .options(
                 num_cpus=place.claim.cpus,
                 num_gpus=place.claim.gpus,
@@ -329,22 +336,24 @@ class WorkerPool:
             )
         )
         info = actor.open.remote(self._factory, self._merge)
-        return _Starting(number=number, actor=actor, info=info)
+        return _StartingWorker(number=number, actor=actor, info=info)
 
-    def _visible_gpus(self, claim: Claim) -> Sequence[str] | None:
+    def _visible_gpus(self, claim: BundleShare) -> Sequence[str] | None:
         """The GPUs that a worker is shown; `None` for those that Ray gives it."""
         if claim.gpus:
             return None
         return self._gpus_of_bundle[claim.bundle] if claim.shared_gpus else ()
 
-    def _engine(self, starting: _Starting) -> RemoteEngine:
+    def _engine(self, starting: _StartingWorker) -> RemoteEngine:
         quiet_seconds = self._cluster.start_seconds
         try:
-            (info,) = once_ready([starting.info], [starting.actor], quiet_seconds=quiet_seconds)
+            (info,) = wait_until_ready(
+                [starting.info], [starting.actor], quiet_seconds=quiet_seconds
+            )
         except RayTaskError as error:
             raise EngineError(
                 f"rollout worker {starting.number} could not create its engine: {error.cause}"
-                f"{self._see(starting.number)}"
+                f"{self._log_hint(starting.number)}"
             ) from error
         except RayError as error:
             raise EngineError(
@@ -360,31 +369,31 @@ class WorkerPool:
             logs=self._logs,
         )
 
-    def _see(self, number: int) -> str:
-        """Where more is said of a worker; vLLM and SGLang name the cause in their log only."""
+    def _log_hint(self, number: int) -> str:
+        """Where the log of a worker is; vLLM and SGLang name the cause of an error there only."""
         if self._logs is None:
             return ""
         return f"; its log is {_name(number)}.log in {self._logs.folder}"
 
 
 def _require_node(placement: BundlePlacement) -> None:
-    """Refuse to wait for a bundle that has no node any more."""
+    """Refuse to wait for a bundle whose node is lost."""
     if not placement.is_whole:
-        raise _NodeGone(
+        raise _NodeLostError(
             "a rollout worker that was lost cannot be replaced now: its machine is gone, and no "
             "other has room; the run continues with the workers it has, and a machine that joins "
             "the cluster is used from the next weight sync on"
         )
 
 
-def _require_placed(starting: _Starting, placement: BundlePlacement) -> None:
-    """Wait until a worker has its process; it takes Ray some seconds to miss a node."""
+def _wait_until_placed(starting: _StartingWorker, placement: BundlePlacement) -> None:
+    """Wait until a worker has its process; Ray notices a lost node after some seconds."""
     ready = starting.actor.__ray_ready__.remote()
     until = monotonic() + _JOIN_SECONDS
     reason = "it does not start"
     while monotonic() < until:
         try:
-            ray.get(ready, timeout=LOOK_SECONDS)
+            ray.get(ready, timeout=POLL_SECONDS)
         except GetTimeoutError:
             _require_node(placement)
         except RayError as error:
@@ -398,5 +407,5 @@ def _require_placed(starting: _Starting, placement: BundlePlacement) -> None:
 
 
 def _name(number: int) -> str:
-    """What a worker is called in messages, and its log."""
+    """The name of a worker in messages, and of its log."""
     return f"rollout-{number}"

@@ -156,6 +156,21 @@ class Metrics:
     """For each trained answer: its key, the version at training, its length."""
 
 
+def update_row(
+    *, update: int, version: int, seconds: float, run: Figures, window: Figures
+) -> dict[str, float]:
+    """The metrics row of an update: totals of the run, and the figures of the update's window."""
+    return {
+        "update": update,
+        "version": version,
+        "total/seconds": seconds,
+        "total/samples": run.trajectories,
+        "total/trained_tokens": run.ledger.trained,
+        "total/decoded_tokens": run.ledger.decoded,
+        **{f"rollout/{name}": value for name, value in numbers(window).items()},
+    }
+
+
 def numbers(figures: Figures) -> dict[str, float]:
     """The figures as one flat row, for tables and scripts."""
     ledger = figures.ledger

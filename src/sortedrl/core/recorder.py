@@ -159,15 +159,15 @@ class Journal:
             )
         )
 
-    def loaded(self, trajectories: Sequence[Trajectory], *, prompts: int) -> None:
+    def loaded(self, group: int, *, prompts: int, trajectories: int) -> None:
         """A group was loaded."""
         self._record(
             Load(
                 seconds=self._seconds(),
                 round=self.round,
-                group=trajectories[0].group,
+                group=group,
                 prompts=prompts,
-                trajectories=len(trajectories),
+                trajectories=trajectories,
             )
         )
 
@@ -239,15 +239,15 @@ class Journal:
             )
         )
 
-    def harvested(self, buffer: Buffer) -> None:
+    def harvested(self, *, ready: int, waiting: int, running: int) -> None:
         """The rollout of the round is over."""
         self._record(
             Harvest(
                 seconds=self._seconds(),
                 round=self.round,
-                ready=buffer.num_harvestable,
-                waiting=buffer.num_waiting,
-                running=buffer.num_running,
+                ready=ready,
+                waiting=waiting,
+                running=running,
                 engine_decoded=self.engine_decoded,
                 engine_prefilled=self.engine_prefilled,
             )

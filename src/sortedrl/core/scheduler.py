@@ -182,7 +182,11 @@ class Scheduler:
         Returns the conversations that are recalled from outside, because the next weights make
         their tokens stale: their environments are no longer needed.
         """
-        self.journal.harvested(self.buffer)
+        self.journal.harvested(
+            ready=self.buffer.num_harvestable,
+            waiting=self.buffer.num_waiting,
+            running=self.buffer.num_running,
+        )
         for stopped in trajectories:
             self._put_back(stopped)
         if self.buffer.num_running:
@@ -340,7 +344,7 @@ class Scheduler:
                 seed=self._seed,
             )
             self.buffer.load(group)
-            self.journal.loaded(group, prompts=len(prompts))
+            self.journal.loaded(group[0].group, prompts=len(prompts), trajectories=len(group))
             started += self._start(plan)
         return started
 

@@ -1,4 +1,4 @@
-"""Environments of other libraries as ours, told apart by their methods; tools and their calls.
+"""Adapters for environments of other libraries, recognised by their methods; tools and their calls.
 
     open, reply, close        ours
     init, step, close         skyrl-gym: `init(messages)`, `step(text)` gives observations
@@ -6,8 +6,8 @@
                               an object with these names, as OpenEnv's clients do
     reset and tools           TRL's environment_factory: methods with docstrings are tools
 
-Rewards of steps are summed, as in those libraries. An object may say `is_replayable = True`;
-without it nothing is assumed, and only modes that never replay can be used.
+Rewards of steps are summed, as in those libraries. An object may have `is_replayable = True`;
+without it, only modes that never replay can be used.
 
 Two formats of tool calls are read, those of the common chat templates:
 
@@ -15,7 +15,7 @@ Two formats of tool calls are read, those of the common chat templates:
     {"name": "add", "parameters": {"a": 1, "b": 2}}                           Llama 3.1
 
 A message may hold several calls of the first kind. The second kind is a whole message, also after
-`<|python_tag|>`. A malformed call is returned as such, so that the policy can be told.
+`<|python_tag|>`. A malformed call is returned as such, so that the policy gets the error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the policy wrote; `error` says what is wrong with a malformed one."""
+    """A call that the policy wrote; `error` describes a malformed one."""
 
     name: str = ""
     arguments: Mapping[str, object] | None = None
@@ -98,7 +98,7 @@ def _parsed(text: str, key: str) -> ToolCall:
 
 
 def call_tool(tools: Mapping[str, Callable[..., object]], call: ToolCall) -> str:
-    """The result of a call as text; what is wrong with the call comes back as an error text."""
+    """The result of a call as text, or its error as text."""
     if call.error is not None:
         return f"Error: {call.error}"
     if call.name not in tools:
@@ -198,7 +198,7 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
             last = match[1]
             described[last] = match[2]
         elif section in _ARGUMENTS and last and line.strip():
-            described[last] += f" {line.strip()}"  # a description that goes on
+            described[last] += f" {line.strip()}"  # a description over several lines
     return " ".join(" ".join(summary).split()), described
 
 
@@ -320,9 +320,9 @@ class ToolEnvironment:
     def open(self, row: Mapping[str, object]) -> Opening:
         """Reset the object with the columns of the row; what it returns ends the last message."""
         messages = [dict(message) for message in prompt_messages(row)]
-        said = finished(self._subject.reset(**_taken(self._subject.reset, row)))
-        if said is not None:
-            messages[-1]["content"] += said
+        opening = finished(self._subject.reset(**_taken(self._subject.reset, row)))
+        if opening is not None:
+            messages[-1]["content"] += opening
         return Opening(messages, [schema_of(tool) for tool in self._tools.values()])
 
     def reply(self, message: Message) -> Reply:
@@ -439,7 +439,7 @@ def _taken(function: Callable[..., object], row: Mapping[str, object]) -> dict[s
 
 
 def _refuse_object(observed: object, subject: object) -> None:
-    """Refuse an observation that is neither text nor messages: nobody knows what to say of it."""
+    """Refuse an observation that is neither text nor messages."""
     if observed is not None and not isinstance(observed, str | list | tuple):
         raise ConfigError(
             f"an observation of {type(subject).__name__} must be text or messages, got "
@@ -457,7 +457,7 @@ def _messages(observed: object) -> list[Message]:
 
 
 def is_declared_replayable(subject: object) -> bool:
-    """Whether an object says `is_replayable = True`."""
+    """Whether an object has `is_replayable = True`."""
     return isinstance(subject, _Declared) and bool(subject.is_replayable)
 
 

@@ -49,8 +49,8 @@ def environment_source(settings: EnvironmentSettings) -> RewardSource:
 class PythonTool:
     """One tool, `python`: the policy's code runs in a sandbox, and its output is the reply.
 
-    Each call is a program of its own; nothing is kept between two calls. `rewards.code` says
-    what the sandbox stops and what not. The form is that of TRL's environments, and the reward is
+    Each call is a separate program; nothing is kept between two calls. `rewards.code` documents
+    what the sandbox prevents. The form is that of TRL's environments, and the reward is
     the task's own.
     """
 
@@ -97,7 +97,7 @@ class Calculator:
     is_replayable = True
 
     def __init__(self) -> None:
-        """A calculator that nobody used yet."""
+        """A calculator without calls."""
         self._answer = ""
         self._calls = 0
 
@@ -181,7 +181,7 @@ class Questions:
         """The puzzle, with the rules."""
         (self._roles,) = solutions(parse_puzzle(str(row["statements"])))
         messages = [dict(message) for message in prompt_messages(row)]
-        if not isinstance(row["prompt"], str):  # the compact form has no room for words
+        if not isinstance(row["prompt"], str):  # the compact form has no sentences
             messages[-1]["content"] += "\n\nPeople are A, B, ... in this order; " + self._rules
         return Opening(messages)
 
@@ -196,8 +196,8 @@ class Questions:
         if match is None or match[1] not in people or match[2] not in people:
             return Reply(messages=[{"role": "user", "content": self._rules}])
         speaker, subject = (self._roles[people.index(person)] for person in match.groups())
-        said = "yes\n" if speaker == subject else "no\n"
-        return Reply(messages=[{"role": "user", "content": said}])
+        answer = "yes\n" if speaker == subject else "no\n"
+        return Reply(messages=[{"role": "user", "content": answer}])
 
     def close(self) -> None:
         """Nothing is held."""

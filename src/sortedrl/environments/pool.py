@@ -1,4 +1,4 @@
-"""The pool of environments: conversations are answered in worker processes, beside the rollout.
+"""The pool of environments: replies are computed in worker processes during the rollout.
 
     submit --> queue of its worker --> under way --> answered --> collect
                      ^                    |  the worker died: tried once more
@@ -7,7 +7,7 @@
 A conversation stays with one worker, where its live environment is; a worker that hangs beyond the
 time limit or grows beyond the memory limit is killed and replaced, and the other conversations it
 held are replayed when they are answered next. Every conversation submitted comes back exactly once,
-unless it is cancelled: an environment that fails is handled as `environment.on_timeout` says.
+unless it is cancelled; `environment.on_timeout` decides what follows a failure.
 An exception in the code of an environment stops the run, with its traceback.
 
 A supervisor thread runs the workers; the other methods are called from one thread.
@@ -27,24 +27,22 @@ from sortedrl.core.protocols import Scorer
 from sortedrl.data.rows import Row
 from sortedrl.environments.protocol import Message, Opening, Reply
 from sortedrl.environments.rendering import Renderer
-from sortedrl.environments.worker import Answered, Call, Close, Failed, Idle, Ready, Turn
+from sortedrl.environments.worker import Answered, Call, Close, Failed, Idle, Turn
 from sortedrl.errors import EnvironmentFailed
 from sortedrl.rewards.functions import RewardSource
 from sortedrl.rewards.pool.process import (
-    LOAD_SECONDS,
-    MEASURE_SECONDS,
-    Loading,
-    Refused,
+    Lost,
     Supervisor,
     WorkerLostError,
     WorkerProcess,
+    Workers,
+    WorkerSettings,
 )
 from sortedrl.types import Key, Trajectory
 
 _LOG = logging.getLogger(__name__)
-_WORKER = "sortedrl.environments.worker"
 Failure = Literal["timeout", "memory", "died", "lost", "differs"]
-"""Why an environment did not answer; `differs`: it replied otherwise when it was replayed."""
+"""Why an environment did not answer; `differs`: its reply was another one when replayed."""
 
 
 @dataclass(slots=True)
@@ -70,12 +68,9 @@ class _Job:
 @dataclass(slots=True, eq=False)
 class _Worker:
     process: WorkerProcess
-    began: float
-    is_ready: bool = False
     busy_since: float | None = None
     """When it was given a call or an environment to close; `None` if it has nothing to do."""
     under_way: _Job | None = None
-    loaded_bytes: int = 0
 
 
 class EnvironmentPool:
@@ -92,20 +87,28 @@ class EnvironmentPool:
         self._source = source
         self._renderer = renderer
         self._role = "user"
-        self._loading = Loading("environment", source, EnvironmentFailed)
         self._supervisor = Supervisor(
             self._supervise, name="environments", failure=EnvironmentFailed
         )
         self._changed = self._supervisor.changed
         self._queues: list[deque[_Job | Close]] = [deque() for _ in range(settings.num_workers)]
-        self._workers: dict[int, _Worker] = {}
+        self._workers = Workers(
+            WorkerSettings(
+                what="environment",
+                source=source,
+                failure=EnvironmentFailed,
+                module="sortedrl.environments.worker",
+                num_workers=settings.num_workers,
+                memory_gib=settings.process_gib,
+            ),
+            _Worker,
+        )
         self._homes: dict[Key, int] = {}
         self._jobs: dict[int, _Job] = {}
         self._by_key: dict[Key, _Job] = {}
         self._results: dict[int, Answered | Failure] = {}
         self._skipped: set[Key] = set()
         self._next_ticket = 0
-        self._next_measure = 0.0
         self._supervisor.start()
 
     @property
@@ -114,7 +117,7 @@ class EnvironmentPool:
         return self.settings.max_open
 
     def open_rows(self, rows: Sequence[Mapping[str, object]]) -> list[Opening]:
-        """How the conversation about each row begins."""
+        """The opening of the conversation of each row."""
         tickets = []
         for place, row in enumerate(rows):
             call = self._call((-1 - place, 0), row, (), is_last=True)
@@ -207,7 +210,7 @@ class EnvironmentPool:
         return Call(ticket=self._next_ticket, key=key, row=dict(row), turns=turns, is_last=is_last)
 
     def _turns(self, trajectory: Trajectory) -> tuple[Turn, ...]:
-        """What the policy wrote, turn by turn, without turns that were answered by an error."""
+        """The turns of the policy; `None` for those that were answered by an error."""
         turns = trajectory.turns
         found: list[Turn] = [self._renderer.text(turn) for turn in turns]
         for place, reply in enumerate(trajectory.replies):
@@ -217,11 +220,11 @@ class EnvironmentPool:
 
     def _error_replies(self, last_token: int) -> list[list[int]]:
         return [
-            self._renderer.reply([self._told(failure)], last_token=last_token)
+            self._renderer.reply([self._error_message(failure)], last_token=last_token)
             for failure in ("timeout", "died")
         ]
 
-    def _told(self, failure: Failure) -> Message:
+    def _error_message(self, failure: Failure) -> Message:
         return {"role": self._role, "content": f"Error: {self._reason(failure)}\n"}
 
     def _reason(self, failure: Failure) -> str:
@@ -238,7 +241,7 @@ class EnvironmentPool:
         self._by_key.pop(trajectory.key, None)
         if not isinstance(result, Answered):
             return self._failed(trajectory, result)
-        if not self._is_as_before(trajectory, result):
+        if not self._is_unchanged(trajectory, result):
             self.cancel(trajectory)
             return self._failed(trajectory, "differs")
         reply = result.replies[-1]
@@ -268,8 +271,8 @@ class EnvironmentPool:
             )
         return tokens
 
-    def _is_as_before(self, trajectory: Trajectory, result: Answered) -> bool:
-        """Whether a replayed conversation is the one that was held."""
+    def _is_unchanged(self, trajectory: Trajectory, result: Answered) -> bool:
+        """Whether a replayed conversation has the same replies as before."""
         replayed = result.replies[:-1]
         self.stats.replayed_turns += len(replayed)
         kept, turns = trajectory.replies, trajectory.turns
@@ -281,7 +284,7 @@ class EnvironmentPool:
             if again != kept[place] or reply.is_done:
                 if not self.stats.failures["differs"]:
                     _LOG.warning(
-                        "the environment %r says that it is replayable, but gave prompt %d another "
+                        "the environment %r has is_replayable, but gave prompt %d another "
                         "reply to turn %d the second time; such conversations are cut off. Make it "
                         "deterministic, or set its is_replayable to False",
                         self._source.function,
@@ -301,7 +304,7 @@ class EnvironmentPool:
         ):
             kind: Failure = "timeout" if failure == "timeout" else "died"
             given = self._renderer.reply(
-                [self._told(kind)], last_token=trajectory.segments[-1].tokens[-1]
+                [self._error_message(kind)], last_token=trajectory.segments[-1].tokens[-1]
             )
             return replace(trajectory, given=tuple(given))
         if policy == "skip":
@@ -341,32 +344,23 @@ class EnvironmentPool:
     def _supervise(self) -> None:
         try:
             while self._supervisor.is_running:
-                self._fill_up()
-                self._hand_out()
-                by_connection = {w.process.connection: n for n, w in self._workers.items()}
-                for found in self._supervisor.wait(by_connection, self._seconds_to_limit()):
-                    self._listen(by_connection[found])
+                self._workers.start_missing()
+                self._dispatch()
+                limits = [limit for worker in self._workers if (limit := self._limit(worker))]
+                for worker, message in self._workers.receive(self._supervisor.wait, limits=limits):
+                    self._received(worker, message)
                 self._enforce_limits()
         finally:
-            for worker in self._workers.values():
-                worker.process.hang_up()
-            for worker in self._workers.values():
-                worker.process.end()
+            self._workers.close()
 
-    def _fill_up(self) -> None:
-        setup = self._loading.setup(self.settings.process_gib)
-        for number in range(len(self._queues)):
-            if number not in self._workers:
-                process = WorkerProcess.start(setup, module=_WORKER)
-                self._workers[number] = _Worker(process, time.monotonic())
-
-    def _hand_out(self) -> None:
-        for number, worker in list(self._workers.items()):
-            while worker.is_ready and worker.busy_since is None:
+    def _dispatch(self) -> None:
+        for worker in self._workers:
+            queue = self._queues[worker.process.number]
+            while worker.process.is_ready and worker.busy_since is None:
                 with self._changed:
-                    if not self._queues[number]:
+                    if not queue:
                         break
-                    work = self._queues[number].popleft()
+                    work = queue.popleft()
                 if isinstance(work, _Job):
                     if work.is_cancelled:
                         continue
@@ -375,35 +369,28 @@ class EnvironmentPool:
                 try:
                     worker.process.send(work.call if isinstance(work, _Job) else work)
                 except WorkerLostError:
-                    self._lost(number)
+                    self._workers.end(worker)
+                    self._lost(worker)
                     break
 
-    def _listen(self, number: int) -> None:
-        worker = self._workers[number]
-        try:
-            for said in worker.process.said():
-                if isinstance(said, Ready):
-                    worker.is_ready = True
-                    worker.loaded_bytes = worker.process.memory_bytes()
-                elif isinstance(said, Idle):
-                    worker.busy_since = None
-                elif isinstance(said, Refused):
-                    raise self._loading.refused(said)
-                elif isinstance(said, Failed) and said.fault != "lost":
-                    self._broke(worker, said)
-                else:
-                    self._answered(worker, said)
-        except WorkerLostError:
-            self._lost(number)
+    def _received(self, worker: _Worker, message: object) -> None:
+        if isinstance(message, Idle):
+            worker.busy_since = None
+        elif isinstance(message, Failed) and message.fault != "lost":
+            self._broke(worker, message)
+        elif isinstance(message, Answered | Failed):
+            self._answered(worker, message)
+        elif isinstance(message, Lost):
+            self._lost(worker)
 
-    def _answered(self, worker: _Worker, said: Answered | Failed) -> None:
+    def _answered(self, worker: _Worker, answer: Answered | Failed) -> None:
         job, worker.under_way = worker.under_way, None
         worker.busy_since = time.monotonic()  # it may have an environment to close now
         assert job is not None, "a worker answers what it was given"
-        if isinstance(said, Answered):
+        if isinstance(answer, Answered):
             self.stats.answered += 1
-            self.stats.seconds += said.seconds
-        self._deliver(job, said if isinstance(said, Answered) else "lost")
+            self.stats.seconds += answer.seconds
+        self._deliver(job, answer if isinstance(answer, Answered) else "lost")
 
     def _deliver(self, job: _Job, result: Answered | Failure) -> None:
         with self._changed:
@@ -411,23 +398,19 @@ class EnvironmentPool:
                 self._results[job.call.ticket] = result
             self._changed.notify_all()
 
-    def _broke(self, worker: _Worker, said: Failed) -> None:
+    def _broke(self, worker: _Worker, failed: Failed) -> None:
         job = worker.under_way
         assert job is not None, "a worker answers what it was given"
         prompt, sample = job.call.key
         row = str(job.call.row.get("place", ""))
-        what = "raised" if said.fault == "raised" else "gave no valid reply"
+        what = "raised" if failed.fault == "raised" else "gave no valid reply"
         where = f"in conversation {sample} of prompt {prompt}" if prompt >= 0 else f"at {row}"
         raise EnvironmentFailed(
-            f"the environment {self._source.function!r} {what} {where}:\n{said.words.rstrip()}"
+            f"the environment {self._source.function!r} {what} {where}:\n{failed.message.rstrip()}"
         )
 
-    def _lost(self, number: int) -> None:
+    def _lost(self, worker: _Worker) -> None:
         """A worker has ended: what it was answering is tried once more."""
-        worker = self._workers.pop(number)
-        status = worker.process.end()
-        if not worker.is_ready:
-            raise self._loading.ended(status)
         job = worker.under_way
         if job is None or job.is_cancelled:
             return
@@ -436,29 +419,20 @@ class EnvironmentPool:
             self._deliver(job, "died")
         else:
             with self._changed:
-                self._queues[number].appendleft(job)
+                self._queues[worker.process.number].appendleft(job)
 
     def _enforce_limits(self) -> None:
         now = time.monotonic()
-        for number, worker in list(self._workers.items()):
-            if not worker.is_ready:
-                if now - worker.began > LOAD_SECONDS:
-                    raise self._loading.overdue()
-            elif worker.busy_since is not None and now >= self._until(worker, worker.busy_since):
-                self._kill(number, "timeout")
-        memory = self.settings.process_gib
-        if memory is None or now < self._next_measure:
-            return
-        self._next_measure = now + MEASURE_SECONDS
-        for number, worker in list(self._workers.items()):
-            if worker.under_way is None:
-                continue
-            if worker.process.memory_bytes() - worker.loaded_bytes > memory * (1 << 30):
-                self._kill(number, "memory")
+        for worker in self._workers:
+            limit = self._limit(worker)
+            if limit is not None and now >= limit:
+                self._kill(worker, "timeout")
+        busy = [worker for worker in self._workers if worker.under_way is not None]
+        for worker in self._workers.over_memory_limit(busy):
+            self._kill(worker, "memory")
 
-    def _kill(self, number: int, failure: Failure) -> None:
-        worker = self._workers.pop(number)
-        worker.process.end()
+    def _kill(self, worker: _Worker, failure: Failure) -> None:
+        self._workers.end(worker)
         self.stats.workers_killed += 1
         if worker.under_way is not None:
             self._deliver(worker.under_way, failure)
@@ -469,25 +443,16 @@ class EnvironmentPool:
                 self.settings.reply_seconds,
             )
 
-    def _until(self, worker: _Worker, since: float) -> float:
-        """When a call is overdue; replayed turns have their own time each."""
+    def _limit(self, worker: _Worker) -> float | None:
+        """When its call is overdue, if it has one; replayed turns have their own time each."""
+        if worker.busy_since is None:
+            return None
         turns = 1 if worker.under_way is None else max(1, len(worker.under_way.call.turns))
-        return since + self.settings.reply_seconds * turns
-
-    def _seconds_to_limit(self) -> float | None:
-        moments = []
-        for worker in self._workers.values():
-            if not worker.is_ready:
-                moments.append(worker.began + LOAD_SECONDS)
-            elif worker.busy_since is not None:
-                moments.append(self._until(worker, worker.busy_since))
-                if self.settings.process_gib is not None:
-                    moments.append(self._next_measure)
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+        return worker.busy_since + self.settings.reply_seconds * turns
 
 
 def opened_rows(pool: EnvironmentPool, rows: Sequence[Row]) -> list[Row]:
-    """The rows with the messages and the tools that their environments open with."""
+    """The rows with the opening messages and the tools of their environments."""
     fields = [_fields(row) for row in rows]
     return [
         replace(
@@ -527,7 +492,7 @@ class EnvironmentScorer:
             self._scorer.submit(trajectory)
 
     def cancel(self, trajectory: Trajectory) -> None:
-        """Forget a conversation that will be renewed before it is trained on."""
+        """Drop a conversation that will be renewed before it is trained on."""
         if self._scorer is not None:
             self._scorer.cancel(trajectory)
 

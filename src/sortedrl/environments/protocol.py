@@ -1,7 +1,7 @@
-"""What an environment is: it opens a conversation and answers the policy's messages.
+"""The protocol of an environment: it opens a conversation and answers the policy's messages.
 
-Any object with these methods fits; nothing has to be inherited or registered. `adapters` turns
-objects of other libraries into this form.
+Any object with these methods fits; nothing has to be inherited or registered. `adapters` converts
+objects of other libraries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ToolSchema = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a conversation begins: the messages of the prompt, and the tools the policy may call."""
+    """The start of a conversation: the messages of the prompt, and the tools of the policy."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolSchema] = ()
@@ -26,7 +26,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an environment answers.
+    """The answer of an environment.
 
     `reward` is that of the whole conversation so far: it is used where the conversation ends here.
     `None` counts as 0.
@@ -42,14 +42,14 @@ class Environment(Protocol):
     """One conversation at a time: `open`, then `reply` after `reply`, then `close`."""
 
     is_replayable: bool
-    """Whether a fresh environment that gets the same messages gives the same replies, and does no
-    harm by doing everything twice. Then a conversation can be brought to any turn."""
+    """Whether a new environment that gets the same messages gives the same replies, and doing so
+    twice does no harm. Then a conversation can be replayed up to any turn."""
 
     def open(self, row: Mapping[str, object]) -> Opening:
         """Begin a conversation about a row of the data set; the same row opens the same way."""
 
     def reply(self, message: Message) -> Reply:
-        """Answer what the policy wrote."""
+        """Answer a message of the policy."""
 
     def close(self) -> None:
-        """Give up what the conversation holds."""
+        """Release the resources of the conversation."""

@@ -1,12 +1,12 @@
-"""A worker process: holds live environments, and answers one conversation after another.
+"""A worker process of the environment pool: has live environments, and answers one call at a time.
 
     parent -> worker    Setup, then Call after Call, and Close
     worker -> parent    Ready or Refused, then Answered or Failed for each Call, and Idle after
                         each Call and Close
 
-A call names every turn of its conversation. If the environment at hand has heard exactly the turns
-before the last one, it answers that one. Otherwise a fresh environment is brought there by hearing
-them again: after turns were rejected, in a resumed run, in place of a worker that was killed.
+A call has every turn of its conversation. If the live environment has seen exactly the turns before
+the last one, it answers that one. Otherwise the conversation is replayed in a new environment:
+after turns were rejected, in a resumed run, or in place of a worker that was killed.
 
 The answer is sent before the environment is closed, so one that hangs there loses nothing.
 """
@@ -29,7 +29,7 @@ from sortedrl.rewards.pool.process import served
 from sortedrl.types import LARGEST_REWARD, Key
 
 Turn = str | None
-"""What the policy wrote; `None` for a turn that the environment failed to answer."""
+"""The message of the policy; `None` for a turn that the environment failed to answer."""
 Fault = Literal["raised", "invalid", "lost"]
 """The code raised; it gave no valid reply; the environment is gone and cannot be replayed."""
 
@@ -41,12 +41,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """The last work is done, with what had to be closed."""
+    """The last call is done, and its environment closed if it ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A conversation to be answered; without turns, to be opened only."""
+    """A conversation to be answered; without turns, only to be opened."""
 
     ticket: int
     key: Key
@@ -55,7 +55,7 @@ class Call:
     is_last: bool = False
     """Whether the conversation ends with this call, so that its environment is closed."""
     is_answered: bool = False
-    """Whether the last turn was answered before, and only the reward is asked for."""
+    """Whether the last turn was answered before, and only the reward is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """The replies to all turns of a call that were heard now, the last of them the answer."""
+    """The replies to all turns that were new to the environment; the last is the answer."""
 
     ticket: int
     opening: Opening
@@ -80,22 +80,22 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The call came to nothing."""
+    """The environment gave no answer."""
 
     ticket: int
     fault: Fault
-    words: str
+    message: str
 
 
 class InvalidReplyError(ValueError):
-    """An environment gave something that is no opening or no reply."""
+    """An environment returned an invalid opening or reply."""
 
 
 @dataclass(slots=True)
 class _Live:
     environment: Environment
     opening: Opening
-    heard: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     reward: float | None = None
 
 
@@ -108,17 +108,17 @@ class Host:
         self._live: dict[Key, _Live] = {}
 
     def answer(self, call: Call) -> Answered | Failed:
-        """Bring the environment to the last turn of the call, and answer it."""
+        """Answer the last turn of a call, after a replay if the environment needs one."""
         began = time.perf_counter()
         live = self._live.get(call.key)
         known = call.turns if call.is_answered else call.turns[:-1]
-        if live is None or tuple(live.heard) != known:
+        if live is None or tuple(live.turns) != known:
             self.close(call.key)
             live = self._opened(call)
             if known and not live.environment.is_replayable:
                 self.close(call.key)
                 return Failed(call.ticket, "lost", "the environment is gone and not replayable")
-        replies = [self._heard(live, turn) for turn in call.turns[len(live.heard) :]]
+        replies = [self._replied(live, turn) for turn in call.turns[len(live.turns) :]]
         return Answered(
             ticket=call.ticket,
             opening=live.opening,
@@ -129,7 +129,7 @@ class Host:
         )
 
     def close(self, key: Key) -> None:
-        """Close an environment; what it raises then no longer matters."""
+        """Close an environment, ignoring its exceptions."""
         live = self._live.pop(key, None)
         if live is not None:
             with suppress(Exception):
@@ -141,8 +141,8 @@ class Host:
         self._live[call.key] = live
         return live
 
-    def _heard(self, live: _Live, turn: Turn) -> Reply:
-        live.heard.append(turn)
+    def _replied(self, live: _Live, turn: Turn) -> Reply:
+        live.turns.append(turn)
         if turn is None:
             return Reply()
         reply = _checked_reply(live.environment.reply({"role": "assistant", "content": turn}))

@@ -95,7 +95,7 @@ def run_python(code: str, limits: SandboxLimits | None = None, *, input: str = "
         program.write_text(code, encoding="utf-8", errors="surrogatepass")
         (folder / "input").write_text(input, encoding="utf-8", errors="surrogatepass")
         code_of_exit, is_late, missing = _launched(folder, limits)
-        said, wrong = _read(folder / "output"), _read(folder / "errors")
+        output, errors = _read(folder / "output"), _read(folder / "errors")
     if missing:
         raise ConfigError(
             f"this machine cannot hold the code of a model in a sandbox: {missing}; run on a "
@@ -104,7 +104,7 @@ def run_python(code: str, limits: SandboxLimits | None = None, *, input: str = "
         )
     is_late |= code_of_exit == 128 + signal.SIGXCPU
     ending: Literal["done", "failed", "timeout"] = "done" if code_of_exit == 0 else "failed"
-    return SandboxResult(output=said, errors=wrong, ending="timeout" if is_late else ending)
+    return SandboxResult(output=output, errors=errors, ending="timeout" if is_late else ending)
 
 
 def _launched(folder: Path, limits: SandboxLimits) -> tuple[int, bool, str]:

@@ -1,6 +1,6 @@
-"""Where a reward function is found: `module:function`, `path/to/file.py:function`, or an object.
+"""The address of a reward function: `module:function`, `path/to/file.py:function`, or an object.
 
-A function of this very process, such as a lambda or a closure typed in a notebook, is handed to
+A function that exists only in this process, such as a lambda or a closure in a notebook, is sent to
 our own worker processes with cloudpickle; it is never written to a file, and never read from one.
 
 A function `lowest_NAME` next to the function `NAME` may return the lowest reward that it gives,
@@ -35,7 +35,7 @@ class CallStyle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedReward:
-    """A reward function, and what is known about it."""
+    """A reward function, with how it is called and its lowest reward."""
 
     function: Callable[..., Any]
     style: CallStyle
@@ -48,7 +48,7 @@ class RewardSource:
     """The address of a reward function, and its keyword arguments.
 
     Worker processes import it from there. Without a name after the colon the function is called
-    `reward`. A function that only this process has comes `packed`, and `function` only names it.
+    `reward`. A function that exists only in this process is `packed`, and `function` is its label.
     """
 
     function: str
@@ -92,7 +92,7 @@ def source_of(function: Callable[..., object], **options: object) -> RewardSourc
 
 
 OBJECT = "python:"
-"""What the name of a reward begins with that is an object of one process."""
+"""The prefix of the label of a reward that is an object of one process."""
 
 
 def source_of_object(
@@ -119,7 +119,7 @@ def source_of_object(
 
 
 def name_of(reward: Callable[..., object]) -> str:
-    """What a callable is called in logs."""
+    """The name of a callable in logs."""
     if isinstance(reward, partial):
         return name_of(reward.func)
     if inspect.isroutine(reward) or isinstance(reward, type):
@@ -178,12 +178,12 @@ def _together(parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     return awaited if any(style.is_async for style in styles.values()) else rewards
 
 
-def _called(function: Callable[..., Any], style: CallStyle, prompt: object, response: str) -> Any:  # noqa: ANN401  what the user's function gives
+def _called(function: Callable[..., Any], style: CallStyle, prompt: object, response: str) -> Any:  # noqa: ANN401  the result of the user's function
     return function([prompt], [response]) if style.is_batched else function(prompt, response)
 
 
 def _one_reward(given: Any) -> float:  # noqa: ANN401
-    """What a function gave for one answer: a number, named parts, or a list of one of these."""
+    """The reward of one answer: from a number, named parts, or a list of one of these."""
     if isinstance(given, list | tuple) and len(given) == 1:
         return _one_reward(given[0])
     if isinstance(given, Mapping):
@@ -205,7 +205,7 @@ def _named(rewards: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any
 
 def _unpacked(source: RewardSource) -> LoadedReward:
     assert source.packed is not None
-    # Our own process packed it a moment ago; nothing from outside ever comes here.
+    # Packed by our own process; data from outside never gets here.
     import cloudpickle
 
     function = cloudpickle.loads(source.packed)
@@ -243,7 +243,7 @@ def load(source: RewardSource) -> LoadedReward:
 
 
 def load_module(place: str, *, called: str, suffix: str) -> ModuleType:
-    """The module of that name, or in that file; `called` is what an error is about.
+    """The module of that name, or in that file; `called` names it in errors.
 
     A file with the name of a loaded module is loaded as NAME_SUFFIX, so that it does not replace
     that module.
@@ -279,8 +279,8 @@ def _bound_options(function: Callable[..., object], source: RewardSource) -> dic
         signature = inspect.signature(function)
     except ValueError as error:
         raise ConfigError(
-            f"reward {source.function!r} does not tell its parameters ({error}); write a function "
-            "of (prompt, response) around it"
+            f"reward {source.function!r} has no signature that can be inspected ({error}); wrap it "
+            "in a function of (prompt, response)"
         ) from error
     try:
         bound = signature.bind(None, None, **source.options)
@@ -295,7 +295,7 @@ def _bound_options(function: Callable[..., object], source: RewardSource) -> dic
 
 def _style(function: Callable[..., object]) -> CallStyle:
     names = list(inspect.signature(function).parameters)[:2]
-    # An object that is called like a function is async if its class says so.
+    # A callable object is async if its __call__ is.
     is_async = inspect.iscoroutinefunction(function) or (
         not inspect.isroutine(function) and inspect.iscoroutinefunction(type(function).__call__)
     )

@@ -29,7 +29,7 @@ _MOST_SIGNS = 100
 
 
 class RefusedError(ValueError):
-    """The answer does not have the form its task asks for."""
+    """The answer does not have the form of its task."""
 
 
 def refuse_unless(holds: object) -> None:
@@ -125,8 +125,8 @@ def _makes(answer: str, *, target: int, numbers: list[int]) -> float:
 
 def makes_target(answer: str, entry: Entry) -> float:
     """1 for a formula that makes the target of a countdown."""
-    asked = entry["metadata"]
-    return _makes(answer, target=asked["target"], numbers=asked["numbers"])
+    task = entry["metadata"]
+    return _makes(answer, target=task["target"], numbers=task["numbers"])
 
 
 def makes_24(answer: str, entry: Entry) -> float:

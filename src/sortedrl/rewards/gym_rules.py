@@ -55,7 +55,7 @@ class Rule:
     """How the answer of one task is read and judged."""
 
     reads: str
-    """What an answer must be, in a few words."""
+    """The form of a valid answer, as a short text."""
     form: Form | None = None
     """Returns the answer to judge, or raises `RefusedError`; without it any text is accepted."""
     judge: Judge | None = None

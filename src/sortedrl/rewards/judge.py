@@ -5,8 +5,8 @@
 
 The judge gets the question, the gold answer (if the row has one) and the response, and must end
 with `Score: x`, x between 0 and `scale`. Requests run concurrently (`rewards.concurrency`) and are
-retried; equal content is asked once. What it cost and how often it failed are parts of the reward,
-and so in the metrics of every update: `judge_tokens`, `judge_failed`, `judge_cached`.
+retried; equal requests are sent once. Its tokens and failures are parts of the
+reward, and so in the metrics of every update: `judge_tokens`, `judge_failed`, `judge_cached`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def judge_reward(
     `rewards.time_limit_seconds` must allow for `attempts` times `seconds`.
     """
     gold = prompt.fields.get("answer")
-    asked = template.format(
+    content = template.format(
         question=_question(prompt),
         gold="" if gold is None else f"Right answer:\n{gold}\n\n",
         response=response,
@@ -69,7 +69,7 @@ async def judge_reward(
     )
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": asked}],
+        "messages": [{"role": "user", "content": content}],
         "temperature": 0,
         "max_tokens": max_tokens,
     }
@@ -87,7 +87,7 @@ async def judge_reward(
         is_cached = True
     score, tokens = await asyncio.shield(known)
     if score is None:
-        _answers.pop(name, None)  # the next one may be luckier
+        _answers.pop(name, None)  # a later request may succeed
     return {
         "reward": failure_reward if score is None else min(max(score / scale, 0.0), 1.0),
         "judge_failed": float(score is None),
@@ -97,7 +97,7 @@ async def judge_reward(
 
 
 def lowest_judge_reward(options: Mapping[str, Any]) -> float:
-    """What a useless response or a failed judge earns."""
+    """The reward of a useless response or a failed judge."""
     return min(0.0, float(options["failure_reward"]))
 
 
@@ -113,18 +113,18 @@ async def _verdict(
     for attempt in range(attempts):
         if attempt:
             await asyncio.sleep(wait_seconds * 2 ** (attempt - 1))
-        said = await asyncio.to_thread(_post, url, body, seconds, key)
-        if said is None:
+        completion = await asyncio.to_thread(_post, url, body, seconds, key)
+        if completion is None:
             continue
-        tokens += int((said.get("usage") or {}).get("total_tokens") or 0)
-        found = _SCORE.findall(str(said["choices"][0]["message"]["content"] or ""))
+        tokens += int((completion.get("usage") or {}).get("total_tokens") or 0)
+        found = _SCORE.findall(str(completion["choices"][0]["message"]["content"] or ""))
         if found:
             return float(found[-1]), tokens
     return None, tokens
 
 
 def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) -> Any:  # noqa: ANN401
-    """What the server answers; `None` where another attempt may help."""
+    """The response of the server; `None` where another attempt may help."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"the judge's url must begin with http:// or https://, got {url!r}")
     headers = {"Content-Type": "application/json"}
@@ -135,7 +135,7 @@ def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) ->
     )
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
-            said = json.loads(answer.read())
+            completion = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         if error.code in _RETRIED:
             return None
@@ -144,12 +144,13 @@ def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) ->
         ) from error
     except (OSError, ValueError):
         return None
-    return said if isinstance(said, dict) and said.get("choices") else None
+    is_valid = isinstance(completion, dict) and completion.get("choices")
+    return completion if is_valid else None
 
 
 def _question(prompt: Prompt) -> str:
-    asked = prompt.fields.get("prompt", "")
-    if isinstance(asked, str):
-        return asked
-    assert isinstance(asked, list | tuple), "a prompt is text or a list of messages"
-    return "\n\n".join(str(message["content"]) for message in asked)
+    text = prompt.fields.get("prompt", "")
+    if isinstance(text, str):
+        return text
+    assert isinstance(text, list | tuple), "a prompt is text or a list of messages"
+    return "\n\n".join(str(message["content"]) for message in text)

@@ -85,7 +85,7 @@ def _separate(libc: ctypes.CDLL) -> None:
 
 
 def _fork(libc: ctypes.CDLL, report: int) -> None:
-    """Go on as the first process of the new namespace; this one waits for it."""
+    """Fork; the child continues as the first process of the new namespace, and this one waits."""
     child = os.fork()
     if child:
         os.close(report)

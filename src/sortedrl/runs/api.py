@@ -1,10 +1,10 @@
-"""Training and evaluation from Python: `sortedrl.train`, `sortedrl.evaluate`, and what they give.
+"""Training and evaluation from Python: `sortedrl.train`, `sortedrl.evaluate`, and their results.
 
     run = sortedrl.train("Qwen/Qwen2.5-0.5B-Instruct", rows, reward)
 
 They are the commands `sortedrl train` and `sortedrl eval`, with the same settings, defaults and
-errors. What is given as a Python object is written into the folder of the run, under `inputs`, so
-that the folder stands alone; only a reward that no other process can import stays an object.
+errors. Python objects are written to the folder of the run, under `inputs`, so that the folder is
+complete; only a reward that no other process can import stays an object.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sortedrl.report.page import runs_page
 from sortedrl.report.record import read_runs
 from sortedrl.report.terminal import write_text
 from sortedrl.rewards.functions import OBJECT, RewardSource, source_of_object
-from sortedrl.runs.evaluate import Examination, evaluated, write_page
+from sortedrl.runs.evaluate import EvaluationPlan, evaluated, write_page
 from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.output import show_page
 from sortedrl.runs.start import Callback
@@ -137,7 +137,7 @@ class Run:
     ) -> None:
         """The run in a folder; a reward that was a Python object must be given to resume it."""
         self.folder = Path(folder)
-        """Where everything of the run lies."""
+        """The folder of the run."""
         self.ending: Ending | None = None
         """How it ended; `None` for a run that was opened from its folder."""
         self._reward = reward
@@ -161,7 +161,7 @@ class Run:
 
     @property
     def trained_folder(self) -> Path:
-        """Where the trained model lies; refused for a run that has not come to its end."""
+        """The folder of the trained model; an error for a run that has not finished."""
         folder = RunFolder(self.folder).model
         if not folder.exists():
             raise ModelError(
@@ -285,7 +285,7 @@ def evaluate(
         task = opened(spec, split="test", folder=None, reward=source, data=data)
         label = task.name if isinstance(rows, str | Path) else "rows"
         task = replace(task, name=label, rows=task.rows[:limit])
-        exam = Examination(
+        plan = EvaluationPlan(
             tasks=[task],
             settings=settings,
             rewards=RewardSettings(),
@@ -299,7 +299,7 @@ def evaluate(
             },
         )
         folder = Path(out) if out is not None else inputs / "results"
-        evaluation = evaluated(name, exam, label=Path(name).name, folder=folder, is_resumed=False)
+        evaluation = evaluated(name, plan, label=Path(name).name, folder=folder, is_resumed=False)
         if out is not None:
             write_page(evaluation, folder)
     return Evaluated(evaluation, summarise(evaluation))
@@ -307,7 +307,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The answers of a model, and what they say about it."""
+    """The answers of a model, and their statistics."""
 
     evaluation: Evaluation
     summary: Summary
@@ -354,7 +354,7 @@ def html_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _settings(config: TrainSettings | str | Path | None) -> tuple[TrainSettings, Chosen]:
-    """What everything else is put over, and which of its settings were chosen."""
+    """The base settings, and which of them were chosen."""
     if config is None:
         return TrainSettings(), frozenset()
     if isinstance(config, TrainSettings):
@@ -367,7 +367,7 @@ def _settings(config: TrainSettings | str | Path | None) -> tuple[TrainSettings,
 
 
 def _tables(values: Mapping[str, object]) -> dict[str, Any]:
-    """Settings by their names as the tables of a file; what is `None` was not given."""
+    """Settings by their names as the tables of a file, without those that are `None`."""
     tables: dict[str, Any] = {}
     for setting, value in values.items():
         section, _, name = setting.rpartition(".")
@@ -381,12 +381,12 @@ def _source(reward: Reward) -> RewardSource:
 
 
 def _only_here(source: RewardSource | None) -> RewardSource | None:
-    """A reward that settings cannot name."""
+    """The reward, if settings cannot name it."""
     return source if source is not None and source.function.startswith(OBJECT) else None
 
 
 def _folder(out: str | Path | None, base: TrainSettings, *, is_chosen: bool) -> Path:
-    """The folder of a new run: the one that is asked for, or a free one."""
+    """The folder of a new run: the given one, or a free one."""
     if out is None and not is_chosen:
         numbered = (f"{base.out.name}-{number}" for number in count(2))
         return free_path(base.out.parent, chain([base.out.name], numbered))
@@ -401,7 +401,7 @@ def _folder(out: str | Path | None, base: TrainSettings, *, is_chosen: bool) -> 
 
 @contextmanager
 def _inputs(folder: Path) -> Iterator[Path]:
-    """A folder for what was given as objects; it goes again if no run comes of it."""
+    """A folder for inputs that are objects; removed if no run starts."""
     with RunFolder(folder).left_as_found():
         inputs = folder / _INPUTS
         if inputs.exists():

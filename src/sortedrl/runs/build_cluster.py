@@ -1,14 +1,14 @@
 """Builds a run on a cluster: the engine over rollout workers, and the trainer over ranks.
 
-Factories travel to the processes of workers and ranks and are called there, so that weights are
-read where they are needed and never pass through the controller.
+Factories are sent to the processes of workers and ranks and called there, so that weights are read
+where they are needed and never pass through the controller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from sortedrl.cluster.connection import connected
 from sortedrl.cluster.placement import (
     BundlePlacement,
-    blueprint,
     controller_node,
     device_of_gpu,
+    placement_plan,
     reserved_gpu,
 )
 from sortedrl.cluster.remote_trainer import RankSource, RemoteTrainer
@@ -41,9 +41,8 @@ from sortedrl.models.loading import (
 from sortedrl.models.shape import shape_of
 from sortedrl.runs.build_engine import (
     PRECISIONS,
+    EngineBuilder,
     GenerationSettings,
-    RolloutWorld,
-    rollout_engine,
 )
 from sortedrl.runs.build_training import (
     ModelSettings,
@@ -67,7 +66,7 @@ _WEIGHT_SYNC = "weight_sync"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutEngineFactory:
-    """The engine of one rollout worker, as the settings of the run want it."""
+    """Makes the engine of one rollout worker."""
 
     model: ModelSettings
     generation: GenerationSettings
@@ -80,7 +79,8 @@ class RolloutEngineFactory:
         _set_threads(self.model.threads)
         model = None if self.generation.rollout.is_outside else first_model(self.model)
         device = torch.device("cuda" if self.plan.demand.is_gpu else "cpu")
-        world = RolloutWorld(
+        builder = EngineBuilder(
+            settings=self.generation,
             plan=self.plan,
             device=device if model is None else model.device,
             model=model,
@@ -90,12 +90,12 @@ class RolloutEngineFactory:
             version=0,
         )
         # No weight sync before the first update: all begin with the same model.
-        return rollout_engine(self.generation, world, weights=_no_weights, tell=print)
+        return builder.engine(weights=_no_weights, tell=print)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTrainerFactory:
-    """The trainer of one rank."""
+    """Makes the trainer of one rank."""
 
     model: ModelSettings
     update: UpdateSettings
@@ -149,31 +149,12 @@ class AdapterMerge:
     _base: Mapping[str, Tensor] | None = None
 
     def __call__(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The weights of the engine by name, each merged when it is asked for."""
+        """The weights of the engine by name, each merged when it is read."""
         if self._base is None:
             self._base = weights_of(self.model.model, dtype=_dtype(self.model, is_gpu=self.is_gpu))
         lora = self.model.lora
         assert lora.rank is not None, "adapters have a rank"
         return MergedWeights(self._base, adapters, scale=lora.alpha / lora.rank)
-
-
-@dataclass(slots=True, kw_only=True)
-class SyncMetrics:
-    """The newest weight sync as numbers, for the row of every update."""
-
-    last: Mapping[str, float] = field(default_factory=dict)
-
-    def __call__(self, done: SyncReport) -> None:
-        """Keep the newest."""
-        self.last = {
-            "hand_over/seconds": done.seconds,
-            "hand_over/bytes": float(done.bytes),
-            "hand_over/buckets": float(done.buckets),
-            "hand_over/workers": float(done.workers),
-            "hand_over/put_seconds": done.put_seconds,
-            "hand_over/fetch_seconds": done.fetch_seconds,
-            "hand_over/load_seconds": done.load_seconds,
-        }
 
 
 class RunningCluster:
@@ -191,8 +172,8 @@ class RunningCluster:
         self.trainer_device = settings.device
         if gpu is not None and settings.device is None:
             self.trainer_device = device_of_gpu(gpu)
-        self._sync_metrics = SyncMetrics()
-        self._settings = _from_anywhere(settings)
+        self._last_sync: SyncReport | None = None
+        self._settings = _with_absolute_paths(settings)
         self._placement = placement
         self._tell = tell
         self._trainer: RemoteTrainer | None = None
@@ -202,8 +183,8 @@ class RunningCluster:
         return self._settings.cluster
 
     def numbers(self) -> Mapping[str, float]:
-        """Those of the last weight sync."""
-        return self._sync_metrics.last
+        """The metrics of the last weight sync."""
+        return {} if self._last_sync is None else self._last_sync.metrics
 
     def trainer(
         self, *, num_rows: int, saved: tuple[Path, Mapping[str, Any]] | None
@@ -218,7 +199,7 @@ class RunningCluster:
                 update=settings.update,
                 temperature=settings.rollout.temperature,
                 total_steps=total_steps(settings, num_rows=num_rows),
-                # Layers that are spread have not been tried compiled on GPUs: only if asked for.
+                # Compiled sharded layers are untested on GPUs: only if set.
                 is_compiled=settings.passes.compiled is True,
                 saved=None if saved is None else (saved[0].absolute(), saved[1]),
             ),
@@ -228,15 +209,15 @@ class RunningCluster:
         return self._trainer
 
     def engine(
-        self, trainer: RunTrainer, *, longest_prompt: int, tried: Sequence[Sequence[int]]
+        self, trainer: RunTrainer, *, longest_prompt: int, trial_prompts: Sequence[Sequence[int]]
     ) -> WorkerPool:
         """The engine over the rollout workers, with the weights of the trainer.
 
         Workers whose vLLM or SGLang computes other log-probabilities of some prompts than the
         trainer are refused.
         """
-        rows = [trial_row(prompt, number) for number, prompt in enumerate(tried)]
-        # Before the engines take what is left of the GPUs that they share with ranks.
+        rows = [trial_row(prompt, number) for number, prompt in enumerate(trial_prompts)]
+        # Before the engines take the free memory of the GPUs that they share with ranks.
         expected = trainer.logprobs(rows) if self._settings.rollout.is_outside else None
         engine = self._started(longest_prompt=longest_prompt)
         with ExitStack() as opened:
@@ -248,12 +229,15 @@ class RunningCluster:
             opened.pop_all()
         return engine
 
+    def _keep_report(self, report: SyncReport) -> None:
+        self._last_sync = report
+
     def _started(self, *, longest_prompt: int) -> WorkerPool:
         settings, cluster = self._settings, self._cluster
         self._tell(f"starting the engines, rollout workers: {cluster.num_workers}")
         share = replace(settings.engine, slots=settings.engine.slots // cluster.num_workers)
         factory = RolloutEngineFactory(
-            # Of the GPUs of a machine a worker sees its own only.
+            # A worker sees its own GPUs only.
             model=replace(
                 ModelSettings.of(settings), device="cpu" if settings.device == "cpu" else None
             ),
@@ -272,7 +256,7 @@ class RunningCluster:
             placement=self._placement,
             source=LocalSource() if self._trainer is None else RankSource(self._trainer),
             tell=self._tell,
-            report=self._sync_metrics,
+            report=self._keep_report,
             log_folder=settings.out / _LOGS,
             weight_sync_folder=settings.out / _WEIGHT_SYNC,
             spare=settings.rollout.queue,
@@ -283,17 +267,17 @@ class RunningCluster:
             else AdapterMerge(model=ModelSettings.of(settings), is_gpu=cluster.gpus_per_worker > 0),
         )
         if cluster.kind == "colocated" and self._trainer is not None:
-            self._trainer.share_memory_with(engine.sleep)
+            self._trainer.sleep_engine_with(engine.sleep)
         return engine
 
 
 @contextmanager
 def opened_cluster(settings: TrainSettings, *, tell: Tell) -> Iterator[RunningCluster]:
-    """Ray with all bundles of the run; given back afterwards."""
+    """Ray with all bundles of the run, which are released afterwards."""
     cluster = settings.cluster
     with ExitStack() as stack:
         stack.enter_context(connected(cluster, tell=tell))
-        wanted = blueprint(cluster, controller=controller_node())
+        wanted = placement_plan(cluster, controller=controller_node())
         placement = BundlePlacement(wanted, seconds=cluster.start_seconds)
         stack.callback(placement.remove)
         gpu = stack.enter_context(reserved_gpu(placement))
@@ -309,8 +293,8 @@ def _set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _from_anywhere(settings: TrainSettings) -> TrainSettings:
-    """The settings with paths that mean the same in a process that was started elsewhere."""
+def _with_absolute_paths(settings: TrainSettings) -> TrainSettings:
+    """The settings with absolute paths, for processes with another working directory."""
     model = Path(settings.model)
     named = str(model.absolute()) if model.exists() else settings.model
     return replace(settings, model=named, out=settings.out.absolute())

@@ -30,10 +30,9 @@ from sortedrl.models.shape import shape_of, shape_of_config
 from sortedrl.rewards.pool.pool import PoolScorer, RewardPool
 from sortedrl.runs.build_engine import (
     PRECISIONS,
+    EngineBuilder,
     GenerationSettings,
-    RolloutWorld,
     device_memory,
-    rollout_engine,
 )
 from sortedrl.runs.plan.dry_run import run_memory
 from sortedrl.runs.plan.page import refuse_too_big
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """How a process loads the model of a run; small enough to travel to workers and ranks."""
+    """The settings for loading the model of a run; workers and ranks are sent these."""
 
     model: str
     precision: PrecisionChoice
@@ -90,19 +89,19 @@ def trained_model(settings: ModelSettings, *, source: str | Path | None = None) 
 
 
 def first_model(settings: ModelSettings) -> PreTrainedModel:
-    """The model that the run began with, once more."""
+    """Another copy of the model that the run started from."""
     return _loaded(settings, settings.model)
 
 
 def prepared_for_training(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
-    """The model with new adapters and checkpointed layers, as far as the settings ask for them."""
+    """The model with new adapters and gradient checkpointing, if the settings have them."""
     if settings.lora.rank is not None:
         add_adapters(model, settings.lora, seed=settings.seed)
     return prepared_critic(model, settings)
 
 
 def prepared_critic(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
-    """The model that the critic begins with; it is trained like the policy, without adapters."""
+    """The initial model of the critic, which is trained like the policy, without adapters."""
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
         model.train()
@@ -114,12 +113,12 @@ def _loaded(settings: ModelSettings, source: str | Path) -> PreTrainedModel:
 
 
 def total_steps(settings: TrainSettings, *, num_rows: int) -> int:
-    """Steps of the optimiser in the whole run, to which the learning rate is stretched."""
+    """Steps of the optimiser in the whole run, for the schedule of the learning rate."""
     updates = settings.updates_expected(num_rows=num_rows)
     return updates * settings.optimiser.mini_batches * settings.optimiser.epochs
 
 
-_TRIED_PROMPTS = 4
+_TRIAL_PROMPTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +130,13 @@ class TrainingParts:
     trainer: RunTrainer
     prompts: PromptStream
     text: Callable[[Trajectory], str]
-    """An answer as a person reads it."""
+    """Decodes an answer to text."""
     clock: WallClock
     numbers: Callable[[], Mapping[str, float]]
-    """What else is worth a line with every update: the weight syncs of a cluster."""
+    """More metrics for the row of every update: those of the weight syncs of a cluster."""
 
     def close(self) -> None:
-        """Let go of engine and trainer."""
+        """Close engine and trainer."""
         try:
             self.engine.close()
         finally:
@@ -170,28 +169,31 @@ def training_parts(
     held_out_tokens: int = 0,
     tell: Callable[[str], None],
 ) -> TrainingParts:
-    """Everything a training run needs; `held_out_tokens` has the longest held-out prompt.
+    """The parts of a training run; `held_out_tokens` is the length of the longest held-out prompt.
 
-    Rewards come from the pool, or from the environments where there is none.
+    Rewards come from the pool, or from the environments without one.
     The parts must be closed in the end.
     """
     prompts = _prompts(settings, rows, saved)
     longest = max(held_out_tokens, *(len(row.tokens) for row in rows))
-    tried = [row.tokens for row in rows[:_TRIED_PROMPTS]]
+    trial_prompts = [row.tokens for row in rows[:_TRIAL_PROMPTS]]
     _refuse_long_answers(settings, prompt_tokens=longest)
     # What fails below must leave no process and no memory behind.
     with ExitStack() as opened:
         trainer = _trainer(settings, num_rows=len(rows), saved=saved, cluster=cluster)
         opened.callback(trainer.close)
         if cluster is not None:
-            engine: RolloutEngine = cluster.engine(trainer, longest_prompt=longest, tried=tried)
+            engine: RolloutEngine = cluster.engine(
+                trainer, longest_prompt=longest, trial_prompts=trial_prompts
+            )
             opened.callback(engine.close)
         else:
             assert isinstance(trainer, PolicyTrainer)
-            # As it stood: weights newer than the engine's version are synced, and that is logged.
+            # As saved: weights newer than the engine's version are synced, and that is logged.
             version = 0 if saved is None else saved.state["engine_version"]
             shape = shape_of_config(trainer.model.config, name=settings.model)
-            world = RolloutWorld(
+            builder = EngineBuilder(
+                settings=GenerationSettings.of(settings),
                 plan=run_memory(
                     settings,
                     shape,
@@ -202,13 +204,12 @@ def training_parts(
                 model=trainer.model,
                 stop_tokens=stop_tokens(trainer.model),
                 tokenizer=tokenizer,
-                prompts=tried,
+                prompts=trial_prompts,
                 version=trainer.version if settings.rollout.is_outside else version,
             )
-            generation = GenerationSettings.of(settings)
-            engine = rollout_engine(generation, world, weights=trainer.weights, tell=tell)
+            engine = builder.engine(weights=trainer.weights, tell=tell)
             opened.callback(engine.close)
-        parts = _joined(
+        parts = _assembled(
             settings,
             prompts,
             engine=engine,
@@ -227,7 +228,7 @@ def training_parts(
 def _refuse_long_answers(settings: TrainSettings, *, prompt_tokens: int) -> None:
     """Refuse answers longer than a pass where a pass that holds one of them does not fit.
 
-    The GPUs of a cluster are taken to be like that of this process, and unknown if it has none.
+    The GPUs of a cluster are assumed to be like that of this process, and unknown without one.
     """
     if prompt_tokens + settings.engine.max_tokens <= settings.passes.micro_batch_tokens:
         return
@@ -245,7 +246,7 @@ def _refuse_long_answers(settings: TrainSettings, *, prompt_tokens: int) -> None
         refuse_too_big(plan, total, settings=settings)
 
 
-def _joined(
+def _assembled(
     settings: TrainSettings,
     prompts: PromptStream,
     *,
@@ -258,7 +259,7 @@ def _joined(
     saved: Saved | None,
     numbers: Callable[[], Mapping[str, float]],
 ) -> TrainingParts:
-    """The loop of a run over its engine and its trainer, as its checkpoint has it."""
+    """The loop of a run over engine and trainer, in the state of its checkpoint."""
     state = None if saved is None else JournalState.from_json(saved.state["journal"])
     clock = WallClock(start=0.0 if state is None else state.seconds)
     overlap = None
@@ -356,7 +357,7 @@ def _trainer(
 def _policy_trainer(
     settings: TrainSettings, model: PreTrainedModel, *, num_rows: int, is_shared: bool
 ) -> PolicyTrainer:
-    """`is_shared`: the engine writes with the very tensors that are trained."""
+    """`is_shared`: the engine generates with the same tensors that are trained."""
     algorithm, optimisation = settings.algorithm, settings.optimiser
     steps = total_steps(settings, num_rows=num_rows)
     policy = PackedModel(

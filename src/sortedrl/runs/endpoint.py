@@ -1,7 +1,7 @@
 """The JSON of `sortedrl serve`: requests become turns, answers become JSON.
 
-Two forms of one thing: vLLM's /inference/v1/generate and OpenAI's /v1/completions. A field that
-would change the answer and is not known is refused by name, and so is a value that is not built.
+Two forms of a request: vLLM's /inference/v1/generate and OpenAI's /v1/completions. An unknown field
+that would change the answer is refused by name, and so is a value that is not supported.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MOST_STOPS = 16
 
 
 class WeightReader:
-    """Reads new weights from folders below one, as safetensors; one load at a time."""
+    """Reads new weights, as safetensors, from folders below the folder of the settings."""
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
-        """`model` says which names and shapes they must have."""
+        """They must have the names and shapes of `model`."""
         self._folder = folder
         self._model = model
 
@@ -48,7 +48,9 @@ class WeightReader:
             root = self._folder.resolve(strict=True)
             found = (root / path).resolve(strict=True)
         except (OSError, RuntimeError, ValueError) as error:
-            raise Refused(400, f"model_path must be a folder, but {path!r} is not there") from error
+            raise Refused(
+                400, f"model_path must be a folder, but {path!r} does not exist"
+            ) from error
         if not found.is_relative_to(root):
             raise Refused(
                 403, f"model_path must lie below the server's --weights-folder, got {path!r}"
@@ -59,15 +61,17 @@ class WeightReader:
             raise Refused(400, str(error)) from error
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
-                raise Refused(400, f"weights must be finite, but {name} is not; the old ones stay")
+                raise Refused(
+                    400, f"weights must be finite, but {name} is not; the server keeps the old ones"
+                )
         return tensors
 
 
 class _Fields:
-    """The fields of a JSON object; each is taken by its name, and what is left over is refused."""
+    """The fields of a JSON object; each is read by its name, and any other is refused."""
 
     def __init__(self, row: object, *, within: str = "") -> None:
-        """`within` is how messages call the object, with a dot, such as `sampling_params.`."""
+        """`within` names the object in messages, with a dot, such as `sampling_params.`."""
         if not isinstance(row, dict):
             raise Refused(400, f"{within.rstrip('.') or 'the body'} must be a JSON object")
         self._row = row
@@ -146,8 +150,8 @@ class _Fields:
                 )
         return value
 
-    def refuse_rest(self, only: Mapping[str, Sequence[object]], ignored: Sequence[str]) -> None:
-        """Refuse fields that were not taken, unless they change nothing.
+    def refuse_unknown(self, only: Mapping[str, Sequence[object]], ignored: Sequence[str]) -> None:
+        """Refuse fields that were not read, unless they change nothing.
 
         `only` has fields that may have these values alone, `ignored` those that may have any.
         """
@@ -163,7 +167,7 @@ class _Fields:
                 raise Refused(
                     400,
                     f"{self._within}{name} must be {allowed or 'left out'}, got {value!r:.80}; "
-                    "this endpoint has nothing else",
+                    "nothing else is supported",
                 )
 
 
@@ -235,14 +239,14 @@ _WEIGHTS_IGNORED = ("flush_cache", "torch_empty_cache", "recapture_cuda_graph", 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A turn, and what its answer must look like."""
+    """A turn, and the form of its answer."""
 
     turn: Turn
     answer: Callable[[Trajectory], Answer]
 
 
 class Endpoint:
-    """Makes turns of JSON, and JSON of answers."""
+    """Converts JSON requests to turns, and answers to JSON."""
 
     def __init__(
         self,
@@ -255,7 +259,7 @@ class Endpoint:
         tokenizer: Tokenizer,
         weights: WeightReader | None = None,
     ) -> None:
-        """Requests for the model `name`, of at most `max_tokens` written tokens each."""
+        """Requests for the model `name`, of at most `max_tokens` generated tokens each."""
         self.scheduler = scheduler
         self._name = name
         self._limits = limits
@@ -269,7 +273,7 @@ class Endpoint:
 
     @property
     def most_bytes(self) -> int:
-        """The longest body that a sensible request can have."""
+        """The largest body that is accepted."""
         return (1 << 20) + 16 * self._limits.max_length
 
     def generate(self, body: object, *, session_id: str | None) -> Request:
@@ -280,11 +284,11 @@ class Endpoint:
         tokens = fields.tokens("token_ids", vocabulary=self._limits.vocabulary)
         shows_prompt = fields.flag("return_token_ids")
         row = fields.take("sampling_params")
-        fields.refuse_rest(_REQUEST_ONLY, _REQUEST_IGNORED)
+        fields.refuse_unknown(_REQUEST_ONLY, _REQUEST_IGNORED)
         inner = _Fields({} if row is None else row, within="sampling_params.")
         turn = self._turn(inner, "token_ids", tokens, session_id=session_id)
         inner.whole("logprobs", low=0, high=1)
-        inner.refuse_rest(_SAMPLING_ONLY, _SAMPLING_IGNORED)
+        inner.refuse_unknown(_SAMPLING_ONLY, _SAMPLING_IGNORED)
 
         def answer(trajectory: Trajectory) -> Answer:
             content = [
@@ -320,7 +324,7 @@ class Endpoint:
         keeps_stop = fields.flag("include_stop_str_in_output")
         shows_logprobs = fields.whole("logprobs", low=0, high=1) is not None
         turn = self._turn(fields, "prompt", tokens, session_id=session_id)
-        fields.refuse_rest(
+        fields.refuse_unknown(
             {**_COMPLETION_ONLY, **_SAMPLING_ONLY}, (*_COMPLETION_IGNORED, *_SAMPLING_IGNORED)
         )
 
@@ -363,7 +367,7 @@ class Endpoint:
         label = str(version) if type(version) is int else version
         if label is not None and not (isinstance(label, str) and is_name(label)):
             raise fields.refused("weight_version", "a short text or a whole number", version)
-        fields.refuse_rest(_WEIGHTS_ONLY, _WEIGHTS_IGNORED)
+        fields.refuse_unknown(_WEIGHTS_ONLY, _WEIGHTS_IGNORED)
         if self._weights is None:
             raise Refused(
                 403, "this server loads no weights: it was started without --weights-folder"
@@ -371,7 +375,7 @@ class Endpoint:
         if path is None:
             raise Refused(400, "model_path must name a folder with .safetensors files")
         if not self._reading.acquire(blocking=False):
-            raise Refused(409, "other weights are being loaded; try again when they are")
+            raise Refused(409, "other weights are being loaded; try again later")
         try:
             loaded = self.scheduler.load(self._weights.read(path), label=label)
         finally:
@@ -395,7 +399,7 @@ class Endpoint:
         return {"object": "list", "data": [card]}
 
     def info(self) -> Answer:
-        """How busy the server is."""
+        """The load of the server."""
         counts = self.scheduler.counts
         return {
             "model": self._name,
@@ -433,7 +437,7 @@ class Endpoint:
             raise Refused(
                 400,
                 f"{name} must have 1..{longest - 1} tokens, got {len(tokens)}: the model's context "
-                f"and the KV cache hold {longest}, and one must be left for the answer",
+                f"and the KV cache hold {longest}, and the answer needs at least one",
             )
         most = fields.whole("max_tokens", low=1, high=self._max_tokens) or self._max_tokens
         stops = fields.texts("stop", most=_MOST_STOPS)
@@ -457,7 +461,7 @@ class Endpoint:
         return Turn(tokens, sampling, seed=seed, session_id=session_id)
 
     def _spans(self, trajectory: Trajectory) -> list[Answer]:
-        """Which weights wrote which tokens: `start` up to `end`, as vLLM and SGLang say it."""
+        """The version of the weights of each span of tokens, in the form of vLLM and SGLang."""
         spans: list[Answer] = []
         start = 0
         for segment in trajectory.segments:

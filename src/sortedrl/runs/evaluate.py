@@ -1,4 +1,4 @@
-"""One model on tasks: its answers written, scored and saved as they come."""
+"""Evaluates one model on tasks: its answers are generated, scored and saved one by one."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _WINDOW_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examination:
-    """What models are asked, and how."""
+class EvaluationPlan:
+    """The tasks of an evaluation, and how they are sampled and scored."""
 
     tasks: Sequence[Task]
     settings: EvaluationSettings
@@ -41,29 +41,29 @@ class Examination:
     data: DataSettings
     device: str | None
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
-    """What answers the model, where it is asked in conversations."""
+    """The environment, if answers are conversations."""
     described: Mapping[str, object]
-    """What an answer and its score depend on, as the folder of the results keeps it."""
+    """The settings that answers and scores depend on, as saved with the results."""
 
 
 def evaluated(
-    model: str, exam: Examination, *, label: str, folder: Path, is_resumed: bool
+    model: str, plan: EvaluationPlan, *, label: str, folder: Path, is_resumed: bool
 ) -> Evaluation:
-    """The answers of one model, kept in a folder as they come."""
-    settings, tasks = exam.settings, exam.tasks
+    """Evaluate one model; its answers are saved in a folder one by one."""
+    settings, tasks = plan.settings, plan.tasks
     with ExitStack() as stack:
-        stack.enter_context(threads(None, workers=exam.rewards.num_workers))
+        stack.enter_context(threads(None, workers=plan.rewards.num_workers))
         tokenizer = environments = None
-        if exam.environment.is_used:  # what an environment says first is part of its row
+        if plan.environment.is_used:  # the opening of an environment is part of its row
             tokenizer = tokenizer_of(model)
-            environments = environment_pool(exam.environment, tokenizer, data=exam.data)
+            environments = environment_pool(plan.environment, tokenizer, data=plan.data)
             stack.enter_context(environments)
             tasks = [replace(t, rows=opened_rows(environments, t.rows)) for t in tasks]
         writer = stack.enter_context(
             ResultsWriter(
                 folder,
                 label=label,
-                settings={"model": model, **_weights(model), **exam.described},
+                settings={"model": model, **_weights(model), **plan.described},
                 asked={t.name: Asked(prompts=len(t.rows), samples=settings.samples) for t in tasks},
                 questions={
                     t.name: [(row.text, gold_of(row.fields)) for row in t.rows] for t in tasks
@@ -71,14 +71,14 @@ def evaluated(
                 resume=is_resumed,
             )
         )
-        # What is wrong with rewards, rows or tokenizer shows before the weights are loaded.
-        pools = _pools(tasks, exam, folder, stack)
+        # Errors in rewards, rows or tokenizer are raised before the weights are loaded.
+        pools = _pools(tasks, plan, folder, stack)
         tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
         questions = [
-            Question(task, tokenized(task.rows, tokenizer, chat=exam.data.chat).rows, pool)
+            Question(task, tokenized(task.rows, tokenizer, chat=plan.data.chat).rows, pool)
             for task, pool in zip(tasks, pools, strict=True)
         ]
-        engine = evaluation_engine(model, tokenizer, settings, device=exam.device)
+        engine = evaluation_engine(model, tokenizer, settings, device=plan.device)
         runner = EvaluationRunner(
             questions,
             engine=engine,
@@ -95,14 +95,14 @@ def evaluated(
 
 
 def write_page(evaluation: Evaluation, folder: Path) -> None:
-    """The page that shows the answers, in the folder that keeps them."""
+    """Write the page that shows the answers, in their folder."""
     write_text(folder / PAGE, evaluation_page([evaluation], None))
 
 
 def _weights(model: str) -> dict[str, object]:
-    """A fingerprint of weights that lie here, from a part of them; a hub name has none.
+    """A fingerprint of local weights, computed from a part of them; a hub name has none.
 
-    A run that goes on writes its model to the same path, and old answers are not the new model's.
+    A run that is resumed writes its model to the same path, and old answers are of the old model.
     """
     path = Path(model)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -120,10 +120,10 @@ def _weights(model: str) -> dict[str, object]:
 
 
 def _pools(
-    tasks: Sequence[Task], exam: Examination, folder: Path, stack: ExitStack
+    tasks: Sequence[Task], plan: EvaluationPlan, folder: Path, stack: ExitStack
 ) -> list[RewardPool | None]:
     """A pool for each task; tasks with the same reward share one. Environments need none."""
-    if exam.environment.gives_rewards:
+    if plan.environment.gives_rewards:
         return [None for _ in tasks]
     pools: list[RewardPool | None] = []
     for number, task in enumerate(tasks):
@@ -131,7 +131,7 @@ def _pools(
         pools.append(
             same[0]
             if same
-            else stack.enter_context(RewardPool(task.reward, exam.rewards, folder=folder))
+            else stack.enter_context(RewardPool(task.reward, plan.rewards, folder=folder))
         )
     return pools
 
@@ -146,8 +146,8 @@ def _write(runner: EvaluationRunner, writer: ResultsWriter, *, label: str) -> No
                     continue
                 done = runner.progress
                 rate = done.tokens / (time.monotonic() - began)
-                words = f"{label}: {done.written} of {done.total} answers, {rate:,.0f} tokens/s"
-                advance(words, done.written)
+                line = f"{label}: {done.written} of {done.total} answers, {rate:,.0f} tokens/s"
+                advance(line, done.written)
     except KeyboardInterrupt:
         tell(f"{writer.num_done} answers are saved; continue with --resume")
         raise

@@ -1,13 +1,13 @@
-"""The folder of a run: what lies where, who writes there, and which settings may change on resume.
+"""The folder of a run: its files, its lock, and which settings may change on resume.
 
 run.json          the mark of a run: start, machine, commit; locked by the process that writes here
 config.toml       every setting, as resolved
-events.jsonl      everything that happened
+events.jsonl      all events
 metrics.jsonl     one line of numbers for each update
 answers.jsonl     some answers of each update, as text
 checkpoints/      the last complete ones, and the best
-logs/             what the workers of a cluster say
-tensorboard/      the same numbers as curves, where that is asked for
+logs/             output of the workers of a cluster
+tensorboard/      the metrics as curves, if enabled
 model/            the trained model, as transformers reads it
 
 One process at a time writes to a folder. A new run touches nothing that is there already.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def run_facts(device: str) -> dict[str, str]:
-    """When and on what a run starts, as `run.json` keeps it."""
+    """Start time, machine and versions of a run, for `run.json`."""
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{device_name(device)}, {os.cpu_count()} CPU cores",
@@ -117,11 +117,11 @@ _MAY_CHANGE = (
     "saving",
     "tracking",
 )
-"""Settings, and whole sections, that a resumed run may have others of.
+"""Settings, and whole sections, that may change when a run is resumed.
 
-They leave alone which rows are trained on, in which order, and how answers are drawn and scored:
-how long the run is, what it runs on, how memory is shared out, how fast it learns from here on,
-and what is logged and saved. The learning rate is stretched to the new `epochs` and `max_updates`.
+They do not change which rows are trained on, in which order, or how answers are drawn and scored,
+but the length of the run, its hardware, its memory, its learning rate from here on, and what is
+logged and saved. The schedule of the learning rate follows the new `epochs` and `max_updates`.
 """
 _MAY_FALL = ("engine.slots",)
 """May be lowered; not raised, as the bubble is measured against the slots of the start."""
@@ -129,17 +129,17 @@ _FORMAT = "sortedrl-run"
 
 
 class RunFolder:
-    """The places in a run's folder."""
+    """The paths in a run's folder."""
 
     def __init__(self, root: Path) -> None:
         """Nothing is read or written."""
         self.root = root
         self.mark = root / "run.json"
-        """What tells the folder of a run from any other; locked while the run is in progress."""
+        """Marks the folder of a run; locked while the run is in progress."""
         self.config = root / "config.toml"
         """Every setting, as resolved."""
         self.events = root / "events.jsonl"
-        """Everything that happened."""
+        """All events."""
         self.metrics = root / "metrics.jsonl"
         """One line of numbers for each update."""
         self.answers = root / "answers.jsonl"
@@ -156,7 +156,7 @@ class RunFolder:
         return self.mark.exists() or (self.config.exists() and any(p.exists() for p in logs))
 
     def refuse_second_run(self) -> None:
-        """Refuse a folder that holds a run already, or files that a run would write over."""
+        """Refuse a folder that holds a run already, or files that a run would overwrite."""
         if self.holds_run:
             raise ConfigError(
                 f"{self.root} already holds a run; resume it (--resume), "
@@ -184,10 +184,10 @@ class RunFolder:
             raise
 
     @contextmanager
-    def begun(
+    def created(
         self, config: str, *, facts: Mapping[str, str] = MappingProxyType({})
     ) -> Iterator[None]:
-        """Begin a run: make the folder, lock it, and write down settings and facts about the run.
+        """Start a run: make the folder, lock it, and write the settings and facts about the run.
 
         A block that fails before anything was logged leaves none of it behind. The lock ends with
         the block, or with the process, however that ends.
@@ -210,8 +210,8 @@ class RunFolder:
                 raise
 
     @contextmanager
-    def taken_up(self) -> Iterator[None]:
-        """Lock the folder of a run that was begun before."""
+    def reopened(self) -> Iterator[None]:
+        """Lock the folder of a run that is resumed."""
         with os_errors(self.root, "cannot be written"):
             file = self.mark.open("a")
         with file:
@@ -220,12 +220,12 @@ class RunFolder:
             yield
 
     def write(self, config: str) -> None:
-        """Write the settings down, in place of older ones."""
+        """Write the settings, in place of older ones."""
         with os_errors(self.root, "cannot be written"):
             write_whole(self.config, config.encode())
 
-    def refuse_gone(self) -> None:
-        """Refuse to save into a folder that was moved or removed while its run went on."""
+    def require_in_place(self) -> None:
+        """Refuse to save into a folder that was moved or removed during the run."""
         if not self.mark.exists():
             raise CheckpointError(
                 f"{self.root} was moved or deleted during the run, so nothing more can be saved "
@@ -248,7 +248,7 @@ class RunFolder:
             self.mark.write_text(json.dumps(mark) + "\n")
 
     def _undo(self) -> None:
-        """Remove what a run has written that came to nothing."""
+        """Remove the files of a run that failed before it logged anything."""
         logs = (self.events, self.metrics, self.answers)
         if self.checkpoints.exists() or any(p.exists() and p.stat().st_size for p in logs):
             return
@@ -263,13 +263,13 @@ class RunFolder:
 
 
 def as_saved(settings: DataclassInstance) -> dict[str, Any]:
-    """Settings as a checkpoint keeps them: as JSON gives them back."""
+    """Settings as JSON values, as a checkpoint has them."""
     saved: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
     return saved
 
 
 def refuse_other_settings(saved: Mapping[str, Any], given: DataclassInstance) -> list[str]:
-    """Refuse to resume with settings that would make it another run; gives what else differs.
+    """Refuse to resume with settings that would make it another run; returns other differences.
 
     `saved` are the settings of the checkpoint, as `as_saved` gave them.
     """
@@ -278,8 +278,8 @@ def refuse_other_settings(saved: Mapping[str, Any], given: DataclassInstance) ->
     # A setting that is newer than the checkpoint was as it is by default.
     defaults = as_saved(type(given)())
     for name, before, after in _differences(under_new_keys(saved), as_saved(given), defaults):
-        words = f"{name} was {before!r}, is {after!r}"
-        (allowed if _may_change(name, before, after) else refused).append(words)
+        change = f"{name} was {before!r}, is {after!r}"
+        (allowed if _may_change(name, before, after) else refused).append(change)
     if refused:
         raise ConfigError(
             f"a run must be resumed with the settings its checkpoint was saved with; "

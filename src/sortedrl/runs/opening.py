@@ -1,7 +1,7 @@
-"""A training run made ready to go: data, rewards, model, logs, in the order of what can go wrong.
+"""Opens a training run: data, rewards, model and logs, with the cheapest checks first.
 
-What is wrong with rows, rewards or tokenizer shows before any weights are loaded, and what is
-wrong with these before anything is written.
+Errors in rows, rewards or tokenizer are raised before any weights are loaded, and errors of the
+model before anything is written.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def opened_run(
 ) -> Iterator[TrainingRun]:
     """A run that is ready to start; its resources are released afterwards.
 
-    `on_row` is given the numbers of every update and evaluation from here on.
+    `on_row` is called with the metrics of every update and evaluation.
     """
     tell = view.tell
     settings.tracking.check_installed()
@@ -76,7 +76,7 @@ def opened_run(
         saved = None
         is_begun = is_resumed and folder.holds_run
         if is_begun:
-            stack.enter_context(folder.taken_up())
+            stack.enter_context(folder.reopened())
             saved = opening.saved(checkpoints)
         else:
             folder.refuse_second_run()
@@ -84,23 +84,23 @@ def opened_run(
             tell(f"{folder.root} holds no run to resume; starting a new one")
         environments, task = opening.conversations(task)
         pool = opening.rewards(task)
-        rows = opening.readable(task)
+        rows = opening.tokenized_rows(task)
         data = identity_of(task)
         if saved is not None:
             opening.refuse_other_data(saved, data)
-        asked = opening.held_out(held_out)
-        watch = _Watch()
+        evaluated = opening.held_out(held_out)
+        sink = _EventSink()
         parts = training_parts(
             settings,
             rows,
             tokenizer=opening.tokenizer,
             pool=pool,
             environments=environments,
-            record=watch,
+            record=sink,
             saved=saved,
             cluster=opening.cluster(),
             held_out_tokens=max(
-                (len(row.tokens) for q in asked.questions for row in q.rows), default=0
+                (len(row.tokens) for q in evaluated.questions for row in q.rows), default=0
             ),
             tell=tell,
         )
@@ -110,7 +110,7 @@ def opened_run(
             folder.write(config)  # some settings may have changed
         else:
             facts = run_facts(parts.trainer.device)
-            stack.enter_context(folder.begun(config, facts=facts))
+            stack.enter_context(folder.created(config, facts=facts))
         # Before the folder is unlocked.
         stack.callback(checkpoints.close)
         meter = Meter()
@@ -123,18 +123,18 @@ def opened_run(
             folder=folder,
             logs=opening.logs(saved, meter),
             checkpoints=checkpoints,
-            evaluator=_evaluator(settings, asked, parts) if asked.questions else None,
+            evaluator=_evaluator(settings, evaluated, parts) if evaluated.questions else None,
             view=view,
             data=data,
             on_row=on_row,
             counters=Counters() if saved is None else Counters.from_json(saved.state["run"]),
         )
-        watch.run = run
+        sink.run = run
         yield run
 
 
-class _Watch:
-    """Records events, and shows them to the person who waits."""
+class _EventSink:
+    """Records events, and shows them in the view."""
 
     def __init__(self) -> None:
         self.run: TrainingRun | None = None
@@ -151,7 +151,7 @@ class _Watch:
 
 
 def identity_of(task: Task) -> dict[str, Any]:
-    """What a run must find again on resume, beside the prompts: golds, and how they are scored."""
+    """What must be the same on resume, besides the prompts: gold answers, and their scoring."""
     digest = hashlib.sha256()
     for row in task.rows:
         digest.update(repr(sorted(row.fields.items())).encode(errors="surrogatepass"))
@@ -167,14 +167,14 @@ def identity_of(task: Task) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _HeldOut:
-    """The held-out tasks, and the environments that answer in them."""
+    """The held-out tasks, and the environments of their conversations."""
 
     questions: Sequence[Question] = ()
     environments: EnvironmentPool | None = None
 
 
 class _Opening:
-    """What is opened before the parts of a run, with what all of it needs."""
+    """Opens what a run needs before its parts are built."""
 
     def __init__(
         self, settings: TrainSettings, folder: RunFolder, stack: ExitStack, *, tell: Tell
@@ -197,14 +197,8 @@ class _Opening:
             self._tell(f"{folder.root} has no complete checkpoint yet; starting from the beginning")
             return None
         saved = Saved.read(newest)
-        if "settings" not in saved.state:
-            raise CheckpointError(
-                f"{newest}: was saved by an older version of sortedrl, without its settings; "
-                "resume with that version, or start a new run from its model "
-                f"(--model {newest / 'model'}, another --out)"
-            )
-        for words in refuse_other_settings(saved.state["settings"], self._settings):
-            self._tell(f"resumed with a changed setting: {words}")
+        for change in refuse_other_settings(saved.state["settings"], self._settings):
+            self._tell(f"resumed with a changed setting: {change}")
         self._tell(f"resuming from {newest}")
         return saved
 
@@ -228,8 +222,8 @@ class _Opening:
                 "answers are scored with the new code from now on"
             )
 
-    def readable(self, task: Task) -> Sequence[TokenizedRow]:
-        """The rows whose prompts leave room for an answer."""
+    def tokenized_rows(self, task: Task) -> Sequence[TokenizedRow]:
+        """The rows whose prompts leave room for an answer, as token ids."""
         settings, most = self._settings, shape_of(self._settings.model).context - 1
         if settings.max_prompt_tokens is not None:
             most = min(most, settings.max_prompt_tokens)
@@ -250,7 +244,7 @@ class _Opening:
         return self._stack.enter_context(pool)
 
     def environments(self) -> EnvironmentPool | None:
-        """Environments for one use at a time; `None` where answers are no conversations."""
+        """A pool of environments; `None` where answers are not conversations."""
         settings = self._settings
         if not settings.environment.is_used:
             return None
@@ -258,7 +252,7 @@ class _Opening:
         return self._stack.enter_context(pool)
 
     def conversations(self, task: Task) -> tuple[EnvironmentPool | None, Task]:
-        """The environments of a run, and its task with the prompts that they open with."""
+        """The environments of a run, and its task with their opening prompts."""
         pool, schedule = self.environments(), self._settings.schedule
         if pool is None:
             return None, task
@@ -272,9 +266,9 @@ class _Opening:
         return pool, replace(task, rows=rows)
 
     def held_out(self, tasks: Sequence[Task]) -> _HeldOut:
-        """What is asked between two updates.
+        """The tasks of the evaluations during training.
 
-        Its conversations have environments of their own: those of the training may be outside then.
+        Their conversations have a pool of their own: those of the training may still be open.
         """
         environments = self.environments() if tasks else None
         questions = []
@@ -282,7 +276,7 @@ class _Opening:
             short = replace(task, rows=task.rows[: self._settings.evaluation.limit])
             if environments is not None:
                 short = replace(short, rows=opened_rows(environments, short.rows))
-            rows = self.readable(short)
+            rows = self.tokenized_rows(short)
             questions.append(Question(short, rows, self.rewards(task)))
         return _HeldOut(questions, environments)
 
@@ -312,7 +306,7 @@ class _Opening:
         return Logs(events=events, metrics=metrics, answers=answers, trackers=trackers, meter=meter)
 
     def _answers(self, keep_bytes: int | None) -> AnswerFile:
-        """The answers as text; nothing is computed from them: a run goes on without older ones."""
+        """The log of answers; a run continues without older ones, since nothing depends on them."""
         path = self._folder.answers
         try:
             return AnswerFile(path, keep_bytes=keep_bytes)
@@ -341,7 +335,7 @@ def _source(settings: TrainSettings, parts: TrainingParts, meter: Meter) -> Sour
 
 
 def _replay(folder: RunFolder, saved: Saved | None, *, meter: Meter, view: View) -> None:
-    """Show meter and view all that happened up to the checkpoint."""
+    """Replay the events up to the checkpoint into meter and view."""
     # A run that was stopped before it began has no events yet.
     if saved is None or not saved.state["events_bytes"]:
         return
@@ -354,16 +348,16 @@ def _replay(folder: RunFolder, saved: Saved | None, *, meter: Meter, view: View)
         view.updated(row)
 
 
-def _evaluator(settings: TrainSettings, asked: _HeldOut, parts: TrainingParts) -> Evaluator:
+def _evaluator(settings: TrainSettings, held_out: _HeldOut, parts: TrainingParts) -> Evaluator:
     periodic = settings.evaluation
     drawn = EvaluationSettings(samples=periodic.samples, temperature=periodic.temperature)
     max_tokens = settings.engine.max_tokens
     return Evaluator(
-        questions=asked.questions,
+        questions=held_out.questions,
         engine=parts.engine,
         text=parts.text,
         sampling=Sampling(temperature=drawn.sampling_temperature, max_tokens=max_tokens),
         samples=periodic.samples,
         seed=settings.seed,
-        environments=asked.environments,
+        environments=held_out.environments,
     )

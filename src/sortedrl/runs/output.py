@@ -44,7 +44,7 @@ def update_line(
     done: float,
     seconds: float,
 ) -> str:
-    """What one update did and the time left, in 80 columns; `done` is the share of the run so far.
+    """The line of one update, with the time left, in 80 columns; `done` is the share of the run.
 
     The speed is goodput: tokens trained on per second of rollout.
     """
@@ -58,7 +58,7 @@ def update_line(
     if figures.staleness_max:
         parts.append(f"stale {figures.mean_staleness:.1f}")
     line = "  ".join(parts)
-    for end in _endings(done, seconds):
+    for end in _progress(done, seconds):
         if len(line) + 2 + len(end) <= _COLUMNS:
             line += f"  {end}"
             break
@@ -69,8 +69,8 @@ def update_line(
     return line
 
 
-def _endings(done: float, seconds: float) -> list[str]:
-    """How far the run is and when it will be over, the longest wording first."""
+def _progress(done: float, seconds: float) -> list[str]:
+    """Progress and time left, the longest form first."""
     if not done > 0:
         return []
     left = f"{duration(seconds * (1 - done) / done)} left"
@@ -78,7 +78,7 @@ def _endings(done: float, seconds: float) -> list[str]:
 
 
 def evaluation_line(update: int, scores: Mapping[str, float], rewards: Mapping[str, float]) -> str:
-    """What an evaluation found: a line for each task; long names are cut."""
+    """The scores of an evaluation: a line for each task; long names are cut."""
     lines = []
     for task, score in scores.items():
         reward = f", reward {rewards[task]:.3f}" if task in rewards else ""
@@ -88,7 +88,7 @@ def evaluation_line(update: int, scores: Mapping[str, float], rewards: Mapping[s
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them.
+    """Seconds as text.
 
     >>> [duration(s) for s in (8, 100, 7300)]
     ['8 s', '1 min 40 s', '2 h 1 min']
@@ -114,8 +114,8 @@ _LONGER = {
 }
 
 
-def rows(ending: Ending) -> list[tuple[str, str]]:
-    """The closing table."""
+def closing_table(ending: Ending) -> list[tuple[str, str]]:
+    """The table at the end of a run."""
     figures, ledger = ending.figures, ending.figures.ledger
     table = [
         ("updates", f"{ending.updates:,}"),
@@ -138,8 +138,8 @@ def rows(ending: Ending) -> list[tuple[str, str]]:
     return table
 
 
-def words(ending: Ending, folder: Path) -> list[str]:
-    """Why it ended, and what to do next."""
+def closing_lines(ending: Ending, folder: Path) -> list[str]:
+    """Why the run ended, and what to do next."""
     resume = f"sortedrl train {quote(str(folder))} --resume"
     if ending.reason == "asked":
         advice = f"Saved; resume with: {resume}"
@@ -163,7 +163,7 @@ def as_row(ending: Ending, folder: Path) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What the trackers log about the run."""
+    """The run, as the trackers name it."""
 
     folder: Path
     """The folder of the run; its name is the name of the run."""
@@ -180,7 +180,7 @@ class Tracker(Protocol):
         """Show the numbers of a step."""
 
     def close(self) -> None:
-        """Bring everything out."""
+        """Write everything that is buffered."""
 
 
 class TensorBoard:
@@ -207,7 +207,7 @@ class TensorBoard:
 
 
 class Remote:
-    """A run of Weights & Biases or of trackio, which are called alike."""
+    """A run of Weights & Biases or of trackio, which have the same methods."""
 
     def __init__(self, run: Any) -> None:  # noqa: ANN401
         """The run as their `init` gives it."""
@@ -240,7 +240,7 @@ def weights_and_biases(project: str, run: TrackedRun) -> Remote:
 
 
 def trackio(project: str, run: TrackedRun) -> Remote:
-    """A new run of a trackio project, or the same again; trackio knows runs by their names.
+    """A new run of a trackio project, or the same again; trackio identifies runs by name.
 
     Steps repeated after a resume appear twice.
     """
@@ -267,7 +267,7 @@ class Trackers:
             try:
                 self._trackers[name] = make()
             except Exception as error:  # noqa: BLE001  foreign code, and no reason not to train
-                self._switch_off(name, error)
+                self._disable(name, error)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -280,18 +280,18 @@ class Trackers:
             try:
                 tracker.log(values, step=step)
             except Exception as error:  # noqa: BLE001  foreign code, and no reason to stop
-                self._switch_off(name, error)
+                self._disable(name, error)
 
     def close(self) -> None:
-        """Bring everything out; calling it again does nothing."""
+        """Close all; calling it again does nothing."""
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.close()
             except Exception as error:  # noqa: BLE001  foreign code, and the run is over
-                self._switch_off(name, error)
+                self._disable(name, error)
         self._trackers.clear()
 
-    def _switch_off(self, name: str, error: Exception) -> None:
+    def _disable(self, name: str, error: Exception) -> None:
         self._trackers.pop(name, None)
         self._warn(
             f"{name} failed and is disabled ({type(error).__name__}: {error}); "
@@ -300,7 +300,7 @@ class Trackers:
 
 
 def open_trackers(tracking: Tracking, run: TrackedRun, *, warn: Callable[[str], None]) -> Trackers:
-    """The trackers that were asked for, opened."""
+    """The trackers of the settings, opened."""
     tracking.check_installed()
     makers: dict[str, Callable[[], Tracker]] = {}
     if tracking.tensorboard:
@@ -333,12 +333,12 @@ _TABLE_COLUMNS = {
     "rollout/goodput": "tokens/s",
     "evaluation/score": "score",
 }
-"""What a row of the table has, by the names in metrics.jsonl."""
+"""The columns of the table, by the names in metrics.jsonl."""
 _FRAME = '<div><iframe srcdoc="{}" style="width: 100%; height: {}px; border: 0"></iframe></div>'
-"""Inside a div: IPython warns of HTML that is a frame and nothing else."""
+"""Inside a div: IPython warns of HTML that is only a frame."""
 
 Show = Callable[[str], None]
-"""Shows HTML in the place that belongs to it."""
+"""Replaces the HTML of one output."""
 
 
 def is_notebook() -> bool:
@@ -353,7 +353,7 @@ def show_page(html: str, *, height: int = 900) -> None:
 
 
 def _shown(html: str) -> Show:
-    """Show HTML under the cell; what is given afterwards takes its place."""
+    """Show HTML under the cell; returns what replaces it."""
     display = import_module("IPython.display")
     handle = display.display(display.HTML(html), display_id=True)
     return lambda changed: handle.update(display.HTML(changed))
@@ -385,14 +385,14 @@ class NotebookView:
         self._what = f"{source.schedule}, {source.slots} slots, on {source.device}"
 
     def __call__(self, event: Event) -> None:
-        """Take in the next event."""
+        """Show the next event."""
         self._what = activity(event) or self._what
         if isinstance(event, End):
             self._what, self._done = f"finished: {event.trained:,} answers trained", 1.0
         self._draw_soon()
 
     def updated(self, row: Mapping[str, Value]) -> None:
-        """Take in a row of metrics, of an update or of an evaluation."""
+        """Show a row of metrics, of an update or of an evaluation."""
         self._rows.append(row)
         self._draw_soon()
 
@@ -402,7 +402,7 @@ class NotebookView:
         self._draw_soon()
 
     def tell(self, line: str) -> None:
-        """Show a line; the line of an update stands in the table already."""
+        """Show a line; that of an update is in the table already."""
         if not line.startswith("update "):
             self._lines.append(line)
         self._draw_soon()

@@ -2,14 +2,14 @@
 
     POST /inference/v1/generate       token ids in, token ids out, as vLLM has it
     POST /v1/completions              the same as OpenAI has it, with token ids or text
-    POST /update_weights_from_disk    new weights, as SGLang has it; what runs goes on with them
-    GET  /v1/models, /server_info     what is served, and how busy it is
-    GET  /health                      whether it is there; the only one without the token
+    POST /update_weights_from_disk    new weights, as SGLang has it; turns continue with them
+    GET  /v1/models, /server_info     the model, and the load of the server
+    GET  /health                      whether the server runs; needs no token
 
-A request becomes a `Turn`, and its thread waits until the scheduler has an answer, the caller is
-gone or the time is up. A field that would change the answer and is not known is refused by name.
-On a loopback address only requests that name this machine are answered, so that no web page can
-reach the server under a name of its own (DNS rebinding).
+A request becomes a `Turn`, and its thread waits until the scheduler has an answer, the client
+disconnects or the request times out. An unknown field that would change the answer is refused by
+name. On a loopback address only requests that name this machine are answered, so that no web page
+can reach the server under another name (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ Tell = Callable[[str], None]
 EVENTS = "events.jsonl"
 TOKEN_VARIABLE = "SORTEDRL_TOKEN"
 _GIB = 1 << 30
-_LOOK_SECONDS = 0.25
-"""How often a waiting request looks whether its caller is still there."""
+_POLL_SECONDS = 0.25
+"""How often a waiting request checks whether its client is still connected."""
 _BODY_SECONDS = 60.0
 _IDLE_SECONDS = 75.0
 _DRAIN_SECONDS = 5.0
 _LINGER_SECONDS = 1.0
-_PIECE_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 16
 _SPARE_CONNECTIONS = 128
 _PORTS = 65_535
 
@@ -74,26 +74,26 @@ class ServeSettings:
     port: int = 8123
     """Where to listen; 0 takes any free port."""
     token: str | None = None
-    """What callers must send as Authorization: Bearer TOKEN. Other users of a machine can read its
-    command lines: the environment variable SORTEDRL_TOKEN does the same."""
+    """Token that requests must have, as Authorization: Bearer TOKEN. Other users of a machine can
+    read its command lines: the environment variable SORTEDRL_TOKEN does the same."""
     name: str | None = None
-    """What requests call the model; by default MODEL as it was given."""
+    """Name of the model in requests; by default MODEL as given."""
     slots: PositiveInt = 32
-    """Turns that are written at the same time."""
+    """Turns that are generated at the same time."""
     max_tokens: PositiveInt = 4096
-    """Most tokens of one turn, and the number for requests that name none."""
+    """Most tokens of one turn, and the default of requests without max_tokens."""
     queue: PositiveInt = 1024
     """Turns that may wait for a slot; beyond that the answer is 503."""
     timeout_seconds: PositiveFloat = 3600.0
     """How long a request may take, the wait for a slot included; then the answer is 504."""
     session_seconds: PositiveFloat = 300.0
-    """A session that was silent for so long is over: it loses its age, and the log ends it."""
+    """A session without a turn for so long ends, in the log and in the order of turns."""
     weights_folder: Path | None = None
     """Folder below which callers may name new weights; without it they may name none."""
     out: Path | None = None
     """Folder to keep events.jsonl in, for sortedrl report, watch and trace."""
     seed: int | None = None
-    """Seed of requests that bring none; by default another one at every start."""
+    """Seed of requests without one; by default another one at every start."""
     cache_gib: PositiveFloat | None = None
     """Memory of the KV cache; by default most of the free GPU memory, or a quarter of the RAM."""
     device: str | None = None
@@ -124,10 +124,10 @@ def serve(
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM; `on_ready` is given the address.
 
-    What can be refused is refused before the weights are loaded.
+    Invalid settings are refused before the weights are loaded.
     """
     check_values(settings)
-    _refuse_open_door(settings)
+    _require_token(settings)
     with ExitStack() as stack:
         record = stack.enter_context(_log_file(settings.out, tell=tell))
         # Threads that answer HTTP need a core too.
@@ -137,7 +137,9 @@ def serve(
         loaded = _loaded(model, settings, tokenizer)
         engine = stack.enter_context(closing(loaded.engine))
         seed = secrets.randbits(62) if settings.seed is None else settings.seed
-        log = TurnLog(record, clock=WallClock(), slots=engine.slots, seed=seed)
+        log = TurnLog(
+            record, clock=WallClock(), slots=engine.slots, seed=seed, version=engine.version
+        )
         scheduler = TurnScheduler(
             engine,
             queue=settings.queue,
@@ -157,7 +159,7 @@ def serve(
             else WeightReader(settings.weights_folder, loaded.model),
         )
         server = stack.enter_context(listening(endpoint, settings, tell=tell))
-        stack.enter_context(Stopping(tell, words="stopping", then=scheduler.close))
+        stack.enter_context(Stopping(tell, message="stopping", then=scheduler.close))
         on_ready(server.url.rstrip("/"))
         scheduler.run()
 
@@ -186,8 +188,8 @@ def _loaded(name: str, settings: ServeSettings, tokenizer: Tokenizer) -> _Loaded
     return _Loaded(model, engine, stop_tokens(model))
 
 
-def _refuse_open_door(settings: ServeSettings) -> None:
-    """Refuse to listen to other machines without a token; nothing listens yet."""
+def _require_token(settings: ServeSettings) -> None:
+    """Refuse an address that other machines can reach, without a token."""
     try:
         found = socket.getaddrinfo(settings.host, settings.port, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -204,7 +206,7 @@ def _refuse_open_door(settings: ServeSettings) -> None:
 
 @contextmanager
 def _log_file(out: Path | None, *, tell: Tell) -> Iterator[Record]:
-    """Where events go; a log that cannot be written any more is given up, and the rest goes on."""
+    """Where events go; a log that can no longer be written ends, and the server keeps running."""
     if out is None:
         yield lambda event: None
         return
@@ -223,7 +225,7 @@ def _log_file(out: Path | None, *, tell: Tell) -> Iterator[Record]:
                 file(event)
             except DataError as error:
                 is_broken = True
-                tell(f"{error}; the log ends here, and the server goes on without it")
+                tell(f"{error}; the log ends here, and the server continues without it")
 
         yield record
 
@@ -234,7 +236,7 @@ class EndpointServer(LocalServer):
     request_queue_size = 128
 
     def __init__(self, endpoint: Endpoint, settings: ServeSettings, *, tell: Tell) -> None:
-        """Listen; `tell` hears of requests that broke."""
+        """Listen; `tell` gets a line for each request that failed."""
         self.endpoint = endpoint
         self.secret = settings.secret
         self.timeout_seconds = settings.timeout_seconds
@@ -258,7 +260,7 @@ class EndpointServer(LocalServer):
                 self._is_idle.notify_all()
 
     def drain(self) -> None:
-        """Wait a little for answers that are being sent."""
+        """Wait for answers that are being sent, at most a few seconds."""
         with self._is_idle:
             self._is_idle.wait_for(lambda: not self._num_busy, timeout=_DRAIN_SECONDS)
 
@@ -311,7 +313,7 @@ class _Handler(QuietHandler):
     timeout = _IDLE_SECONDS
 
     def do_GET(self) -> None:
-        # A body that nobody reads must not be taken for the next request.
+        # An unread body must not be taken for the next request.
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True
         with self.server.busy():
@@ -322,7 +324,7 @@ class _Handler(QuietHandler):
             self._answer(self._post)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """A refusal by the base class, which repeats nothing from the request."""
+        """A refusal by the base class, without text from the request."""
         self.close_connection = True
         self._send(code, _error(code, HTTPStatus(code).phrase))
 
@@ -331,7 +333,7 @@ class _Handler(QuietHandler):
             answer = respond()
         except Refused as error:
             self._send(error.status, _error(error.status, str(error)))
-        except _Gone:
+        except _DisconnectedError:
             self.close_connection = True
         else:
             self._send(HTTPStatus.OK, answer)
@@ -349,7 +351,7 @@ class _Handler(QuietHandler):
         raise Refused(404, "GET knows /health, /server_info and /v1/models")
 
     def _post(self) -> Answer:
-        # Whatever is wrong before the body is read leaves it on the connection.
+        # An error before the body is read leaves it on the connection.
         was_closed, self.close_connection = self.close_connection, True
         self._check_caller()
         path, endpoint = self.path.partition("?")[0], self.server.endpoint
@@ -358,7 +360,8 @@ class _Handler(QuietHandler):
             raise Refused(
                 404,
                 "POST knows /inference/v1/generate, /v1/completions and "
-                "/update_weights_from_disk; messages become tokens in a program of yours",
+                "/update_weights_from_disk; apply the chat template in your program, and send "
+                "token ids",
             )
         session_id = self._session_id()
         raw = self._body()
@@ -371,13 +374,13 @@ class _Handler(QuietHandler):
         return request.answer(self._waited(request.turn))
 
     def _waited(self, turn: Turn) -> Trajectory:
-        """The answer, unless the caller goes away or the time is up before."""
+        """The answer, unless the client disconnects or the request times out first."""
         scheduler, seconds = self.server.endpoint.scheduler, self.server.timeout_seconds
         deadline = time.monotonic() + seconds
-        while not turn.done.wait(_LOOK_SECONDS):
-            if self._is_gone():
-                scheduler.cancel(turn, status=499, reason="the caller is gone")
-                raise _Gone
+        while not turn.done.wait(_POLL_SECONDS):
+            if self._has_disconnected():
+                scheduler.cancel(turn, status=499, reason="the client disconnected")
+                raise _DisconnectedError
             if time.monotonic() > deadline:
                 scheduler.cancel(turn, status=504, reason=f"no answer within {seconds:g} seconds")
         if turn.answer is None:
@@ -385,7 +388,7 @@ class _Handler(QuietHandler):
             raise Refused(turn.failure.status, turn.failure.reason)
         return turn.answer
 
-    def _is_gone(self) -> bool:
+    def _has_disconnected(self) -> bool:
         """Whether the other side has closed the connection."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
@@ -435,9 +438,9 @@ class _Handler(QuietHandler):
         deadline = time.monotonic() + _BODY_SECONDS
         pieces = []
         while count:
-            piece = self.rfile.read1(min(count, _PIECE_BYTES))
+            piece = self.rfile.read1(min(count, _CHUNK_BYTES))
             if not piece:
-                raise _Gone
+                raise _DisconnectedError
             if time.monotonic() > deadline:
                 raise Refused(408, f"the body must arrive within {_BODY_SECONDS:g} seconds")
             pieces.append(piece)
@@ -464,20 +467,20 @@ class _Handler(QuietHandler):
             self._linger()
 
     def _linger(self) -> None:
-        """Take what the caller still sends, so that it reads the refusal and no reset."""
+        """Read what the client still sends, so that it gets the refusal and not a reset."""
         self.wfile.flush()
         deadline = time.monotonic() + _LINGER_SECONDS
         try:
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(_LINGER_SECONDS)
-            while time.monotonic() < deadline and self.connection.recv(_PIECE_BYTES):
+            while time.monotonic() < deadline and self.connection.recv(_CHUNK_BYTES):
                 pass
         except OSError:
             pass
 
 
-class _Gone(Exception):
-    """The caller has closed the connection: there is nobody to answer."""
+class _DisconnectedError(Exception):
+    """The client has closed the connection: no answer can be sent."""
 
 
 def _error(status: int, message: str) -> Answer:
@@ -495,4 +498,4 @@ def _decoded(raw: bytes) -> object:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not valid JSON")

@@ -1,4 +1,4 @@
-"""A supervised run: written answers in, a warm-started model out.
+"""A supervised run: trains on given responses, and writes a warm-started model.
 
 Every row comes once per epoch, in an order fixed by the seed; a step takes rows until it has its
 tokens. The micro-batches are those of an update: packed, without padding.
@@ -35,9 +35,8 @@ from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.training.batch import TokenSequence, packs
 from sortedrl.training.checkpoint import write_model
 from sortedrl.training.forward import PackedModel
-from sortedrl.training.lora import trained_parameters
+from sortedrl.training.lora import export_model, trained_parameters
 from sortedrl.training.optimiser import Optimiser
-from sortedrl.training.trainer import export_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ def supervised_steps(
     max_bad: int,
 ) -> Iterator[SupervisedStep]:
     """Train step by step; the weights are consistent whenever a step is yielded."""
-    met = num_bad = 0
+    num_rows = num_bad = 0
     for number, chosen in enumerate(rows):
         began = time.perf_counter()
         of_step = [sequences[row] for row in chosen]
@@ -107,10 +106,10 @@ def supervised_steps(
                 f"{max_bad} steps in a row had a loss or a gradient that is not finite; they were "
                 "skipped. Lower optimiser.learning_rate"
             )
-        met += len(chosen)
+        num_rows += len(chosen)
         yield SupervisedStep(
             step=number + 1,
-            epoch=(met - 1) // len(sequences),
+            epoch=(num_rows - 1) // len(sequences),
             loss=float(total),
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
@@ -129,7 +128,7 @@ class SupervisedEnding:
 
     steps: int
     is_complete: bool
-    """Whether it came to its end, and was not stopped before."""
+    """Whether it was not stopped before its end."""
     loss: float
     """Mean over the last tenth of the steps, at most 50."""
     answer_tokens: int
@@ -167,7 +166,7 @@ def supervised_run(
     done: list[SupervisedStep] = []
     with ExitStack() as stack:
         stack.enter_context(folder.left_as_found())
-        stack.enter_context(folder.begun(settings_to_toml(settings, SupervisedSettings())))
+        stack.enter_context(folder.created(settings_to_toml(settings, SupervisedSettings())))
         metrics = stack.enter_context(closing(MetricsFile(folder.metrics)))
         for step in supervised_steps(
             policy,
@@ -183,7 +182,7 @@ def supervised_run(
             advance(line, step.step / len(rows))
             if step.step % _LINE_EVERY == 0 or step.step == len(rows):
                 tell(line)
-            if stopping.is_asked:
+            if stopping.is_requested:
                 break
         write_model(
             folder.model,
@@ -201,7 +200,7 @@ def supervised_run(
 
 
 def _refuse_no_room(out: Path, model: PreTrainedModel) -> None:
-    """Refuse a disk that cannot take the model at the end, before anything is trained."""
+    """Refuse a disk without space for the model, before anything is trained."""
     size = sum(weight.nbytes for weight in model.parameters())
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free

@@ -2,13 +2,13 @@
 
     ending = train(TrainSettings(model="runs/warm/model", task="gsm8k", out=Path("runs/gsm8k")))
 
-The first Ctrl-C or SIGTERM asks for a stop, which finishes and saves the round; a second Ctrl-C
-stops at once. Ray ends every process that uses it when its own processes on this machine are gone,
-and no code of ours runs then: so another process waits for this one to end, and says how to resume.
+The first Ctrl-C or SIGTERM requests a stop, which finishes and saves the round; a second Ctrl-C
+stops at once. Ray kills every process that uses it when its own processes on this machine end, and
+no code of ours runs then: so another process waits for this one to end, and prints how to resume.
 
 A smoke run has the workers, ranks, algorithm and schedule of a run, with a tiny model, on CPUs. It
-takes two updates and a few minutes, and shows whether the parts fit together before GPUs are rented
-for it. Its first lines say what it replaces.
+takes two updates and a few minutes, and shows whether the parts work together before GPUs are
+rented for it. Its first lines list what it replaces.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ if TYPE_CHECKING:
 
 
 Callback = Callable[[Mapping[str, Value]], object]
-"""Is given the numbers of each update and each evaluation; one that returns `STOP` ends the run."""
+"""Called with the metrics of each update and each evaluation; returning `STOP` ends the run."""
 STOP = "stop"
 
-# Who leaves the block writes something; the end of a process only ends its pipe.
+# Leaving the block writes to the pipe; the end of the process only closes it.
 _WATCH = "import sys; sys.stdin.read() or sys.stderr.write(sys.argv[1] + chr(10))"
 
 
 @contextmanager
-def last_words(words: str) -> Iterator[None]:
+def message_on_exit(message: str) -> Iterator[None]:
     """Print a message on standard error if this process ends within the block."""
     watcher = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _WATCH, words],
+        [sys.executable, "-I", "-S", "-c", _WATCH, message],
         stdin=subprocess.PIPE,
-        # Ctrl-C is meant for the run alone.
+        # Ctrl-C stops the run alone.
         start_new_session=True,
     )
     try:
         yield
     finally:
-        watcher.communicate(b"it lives")
+        watcher.communicate(b"alive")
 
 
 _NO_REWARD = RewardSource("sortedrl.rewards.maths:math_reward")
-"""Rows of the user's own need some reward to be opened; none is called in supervised training."""
+"""Rows of a file are opened with some reward; supervised training calls none."""
 
 
 def train(
@@ -83,15 +83,14 @@ def train(
     """Train with rewards until the run ends; `is_resumed` resumes from the newest checkpoint.
 
     Sizes that are not among the `chosen` settings follow the data; without `chosen` all settings
-    are taken as they stand. A `reward` that is a Python object takes the place of the one that the
-    settings name. On a cluster that lost its trainer, or all of its workers, the run resumes
-    automatically.
+    are used as they are. A `reward` that is a Python object replaces that of the settings. On a
+    cluster that lost its trainer, or all of its workers, the run resumes automatically.
     """
     require(
         not callable(callbacks), "callbacks must be a list of functions, got one; give [callback]"
     )
     _refuse_early(settings)
-    # First of all: to read many rows, and to load the model, takes a while.
+    # Before rows and model are read, which takes a while.
     tell(f"{settings.out}: {settings.model} on {settings.task}")
     task, held_out = training_tasks(settings, reward=reward)
     line = None
@@ -117,7 +116,7 @@ def train(
 
 
 def _refuse_early(settings: TrainSettings | SupervisedSettings) -> None:
-    """Refuse what shows without a row or a weight: packages, the size of `tiny`, the folder."""
+    """Check what needs neither rows nor weights: packages, the size of `tiny`, the folder."""
     require_native("training")
     if is_tiny(settings.model):
         tiny_settings(settings.model)
@@ -134,14 +133,14 @@ def _train(
 ) -> Ending:
     from sortedrl.runs.opening import opened_run
 
-    def hear(row: Mapping[str, Value]) -> None:
+    def on_row(row: Mapping[str, Value]) -> None:
         for callback in callbacks:
             if callback(row) == STOP:
-                stopping.is_asked = True
+                stopping.is_requested = True
 
     with ExitStack() as stack:
         if settings.cluster.is_used:
-            stack.enter_context(last_words(_cut_off(settings.out)))
+            stack.enter_context(message_on_exit(_cut_short(settings.out)))
         view = stack.enter_context(notebook_view() if is_notebook() else opened_view())
         stopping = stack.enter_context(Stopping(view.tell))
         view.advance("loading", 0.0)
@@ -152,14 +151,14 @@ def _train(
                 held_out=held_out,
                 is_resumed=is_resumed,
                 view=view,
-                on_row=hear,
+                on_row=on_row,
             )
         )
         return run.go(stopping)
 
 
-def _cut_off(out: Path) -> str:
-    """What a run says that could say nothing."""
+def _cut_short(out: Path) -> str:
+    """The message about a run whose process was killed."""
     return (
         f"sortedrl: the run in {out} was cut short: its process was killed, or Ray's own processes "
         "on this machine were (gcs_server, raylet), and Ray ends every process that loses them. "
@@ -189,37 +188,37 @@ def warm_start(settings: SupervisedSettings) -> SupervisedEnding:
 
 
 class Stopping:
-    """Whether a stop was asked for, while it is entered."""
+    """Whether a stop was requested by a signal, inside a `with` block."""
 
     def __init__(
         self,
         tell: Callable[[str], None],
         *,
-        words: str = "stopping after this round is finished and saved",
+        message: str = "stopping after this round is finished and saved",
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tell` is given a line with these words for the person who asked; `then` follows."""
-        self.is_asked = False
-        self._tell, self._words, self._then = tell, words, then
+        """A request prints `message` with `tell`, and then calls `then`."""
+        self.is_requested = False
+        self._tell, self._message, self._then = tell, message, then
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Stopping:
-        """Listen to the signals; outside of the main thread there are none to listen to."""
+        """Handle the signals; only the main thread can."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._ask)
+                self._before[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the signals to whoever had them."""
+        """Restore the earlier handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # as signal gave it
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked and number == signal.SIGINT:
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.is_requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.is_asked = True
-        self._tell(f"{self._words} (Ctrl-C again: at once)")
+        self.is_requested = True
+        self._tell(f"{self._message} (Ctrl-C again: at once)")
         self._then()
 
 
@@ -241,7 +240,7 @@ class SmokeRun:
 
 
 def smoke_run(settings: TrainSettings) -> SmokeRun:
-    """The layout of a run on the CPUs of this machine."""
+    """The smoke run of these settings, on the CPUs of this machine."""
     lines = []
     cluster, rollout, schedule = settings.cluster, settings.rollout, settings.schedule
     out = settings.out
@@ -260,7 +259,7 @@ def smoke_run(settings: TrainSettings) -> SmokeRun:
         if kind == "colocated" and cluster.trainer_ranks != cluster.num_workers:
             kind = "separated"
             lines.append(
-                "kind separated in place of colocated: on CPUs a worker shares its place with one "
+                "kind separated in place of colocated: on CPUs a worker shares its bundle with one "
                 "rank only"
             )
         cluster = replace(

@@ -44,9 +44,9 @@ def opened(
     reward: RewardSource | None,
     data: DataSettings,
 ) -> Task:
-    """The task of a spec; without a folder the one that $SORTEDRL_DATA names is taken.
+    """The task of a spec; the default folder is that of $SORTEDRL_DATA.
 
-    `split` is what its user takes where the spec names none; to train on another is warned of.
+    `split` is used where the spec names none; training on a test split gives a warning.
     """
     if split == "train":
         _warn_of_test_rows(spec)
@@ -67,8 +67,8 @@ def training_tasks(
 ) -> tuple[Task, list[Task]]:
     """The task that a run is trained on, and those it is evaluated on, with other rows.
 
-    The options of the reward hold for held-out tasks that are scored by the same function too.
-    A `reward` given takes the place of the one that the settings name.
+    The options of the reward also apply to held-out tasks with the same reward function.
+    A `reward` replaces the one that the settings name.
     """
     options = options_from(settings.reward_options)
     if reward is None and settings.reward is not None:
@@ -83,7 +83,7 @@ def training_tasks(
     task = _with_reward(settings, settings.task, reward, split="train")
     tasks = settings.evaluation.tasks
     held_out = [_with_reward(settings, spec, reward, split="test") for spec in tasks]
-    task = _apart(task, held_out, settings.evaluation)
+    task = _without_shared_rows(task, held_out, settings.evaluation)
     function = task.reward.function
     return _with_options(task, options), [
         _with_options(other, options) if other.reward.function == function else other
@@ -102,25 +102,27 @@ def _warn_of_test_rows(spec: str) -> None:
         )
 
 
-def _apart(task: Task, held_out: Sequence[Task], evaluation: PeriodicEvaluation) -> Task:
-    """The task without rows that are evaluated on; by default a task that has such is refused."""
+def _without_shared_rows(
+    task: Task, held_out: Sequence[Task], evaluation: PeriodicEvaluation
+) -> Task:
+    """The task without the rows that are evaluated on; by default, having any is an error."""
     if evaluation.shared_rows == "allow":
         return task
     left_out: set[int] = set()
     for other in held_out:
-        asked = other.rows[: evaluation.limit]
-        shared = shared_rows(task.rows, asked)
+        evaluated = other.rows[: evaluation.limit]
+        shared = shared_rows(task.rows, evaluated)
         if not shared.asked:
             continue
         found = (
-            f"{len(shared.asked):,} of the {len(asked):,} rows of {other.name} ask what "
-            f"{task.name} trains on (first: {asked[shared.asked[0]].place})"
+            f"{len(shared.asked):,} of the {len(evaluated):,} rows of {other.name} have "
+            f"the question of a row of {task.name} (first: {evaluated[shared.asked[0]].place})"
         )
         if evaluation.shared_rows == "refuse":
             raise ConfigError(
-                f"evaluation.tasks must not ask what is trained on, but {found}; evaluate on "
-                "other rows (another split, seed or file), or set evaluation.shared_rows to "
-                "leave_out (these rows are not trained on) or to allow"
+                f"evaluation.tasks must not have questions that are trained on, but {found}; "
+                "evaluate on other rows (another split, seed or file), or set "
+                "evaluation.shared_rows to leave_out (these rows are not trained on) or to allow"
             )
         tell(f"{found}; {len(shared.trained):,} rows are not trained on")
         left_out |= shared.trained
@@ -146,9 +148,9 @@ def _with_options(task: Task, options: Mapping[str, object]) -> Task:
 
 @contextmanager
 def threads(count: int | None, *, workers: int) -> Iterator[None]:
-    """So many CPU threads inside the block; by default as many as the machine has free cores.
+    """Set the CPU threads inside the block; by default as many as the machine has free cores.
 
-    Whoever sets OMP_NUM_THREADS has chosen already. `workers` are processes beside this one.
+    OMP_NUM_THREADS takes precedence over the default. `workers` are other processes of the run.
     """
     import torch
 
@@ -184,7 +186,7 @@ def environment_pool(
 def evaluation_engine(
     model: str, tokenizer: Tokenizer, settings: EvaluationSettings, *, device: str | None
 ) -> NativeEngine:
-    """The native engine with a model of its own, for the answers of an evaluation."""
+    """A native engine with its own copy of the model, for an evaluation."""
     from sortedrl.engines.native import NativeEngine, Sampling
     from sortedrl.models.loading import load_model
 

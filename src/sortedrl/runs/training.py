@@ -1,4 +1,4 @@
-"""A training run from its beginning, or a checkpoint, to its end.
+"""A training run from its start, or a checkpoint, to its end.
 
 After every update, in this order: the numbers and some answers of every length are logged, the
 model is evaluated and saved where that is due, and it is decided whether to continue. A checkpoint
@@ -19,7 +19,7 @@ from sortedrl.config.train import TrainSettings
 from sortedrl.core.buffer_file import save_buffer
 from sortedrl.core.events import EventFile
 from sortedrl.core.files import AnswerFile, LoggedAnswer, MetricsFile, Value
-from sortedrl.core.meter import Figures, Meter, numbers
+from sortedrl.core.meter import Figures, Meter, update_row
 from sortedrl.data.stream import Tokenizer
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.engines.sampling import Sampling
@@ -37,7 +37,7 @@ from sortedrl.types import TrainBatch, Trajectory, Weights
 
 
 def spread(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """At most `count` of them, from the shortest to the longest in even steps of rank."""
+    """At most `count` of them, from the shortest to the longest, evenly spaced by rank."""
     ranked = sorted(trajectories, key=lambda t: (t.num_tokens, t.key))
     if len(ranked) <= count:
         return ranked
@@ -78,7 +78,7 @@ Reason = Literal["data", "updates", "target", "asked"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a run ended: what stopped it, and where it stands."""
+    """Why a run ended, and its results."""
 
     reason: Reason
     updates: int
@@ -89,7 +89,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logs:
-    """Where a run is written down."""
+    """The logs of a run."""
 
     events: EventFile
     metrics: MetricsFile
@@ -100,7 +100,7 @@ class Logs:
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """How far a run has come."""
+    """The progress of a run."""
 
     updates: int = 0
     first_scores: Scores | None = None
@@ -123,7 +123,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """The loop, with everything that happens between two updates."""
+    """The loop, and what happens between two updates: logs, evaluations, checkpoints."""
 
     settings: TrainSettings
     parts: TrainingParts
@@ -134,14 +134,14 @@ class TrainingRun:
     evaluator: Evaluator | None
     view: View
     data: Mapping[str, Any]
-    """What must be found again on resume: see `identity_of`."""
+    """What must be the same on resume: see `identity_of`."""
     on_row: Callable[[Mapping[str, Value]], None] = lambda row: None
-    """Is given the numbers of every update and evaluation, after they are logged."""
+    """Called with the metrics of every update and evaluation, after they are logged."""
     counters: Counters = field(default_factory=Counters)
 
     def go(self, stopping: Stopping) -> Ending:
-        """Train until the data, the updates or the patience are used up."""
-        if self.counters.scored_at is None and not stopping.is_asked:
+        """Train until the data or the updates are used up, the target is reached, or on request."""
+        if self.counters.scored_at is None and not stopping.is_requested:
             self._evaluate()
         reason = self._why_stop(stopping)
         batches = self.parts.loop.run() if self._has_work else iter(())
@@ -157,7 +157,7 @@ class TrainingRun:
 
     @property
     def _has_work(self) -> bool:
-        """Whether there is anything to train on; not so where a run is resumed after its end."""
+        """Whether there is anything to train on: nothing if a run is resumed after its end."""
         is_open = self.parts.loop.buffer.oldest_open_group is not None
         return is_open or not self.parts.prompts.is_exhausted
 
@@ -171,7 +171,7 @@ class TrainingRun:
         counters.updates += 1
         figures = self.logs.meter.window()
         self._log(figures, {**trainer.last, **self.parts.numbers(), **_reward_parts(batch)})
-        self._refuse_apart()
+        self._require_agreement()
         self._keep_answers(batch)
         line = update_line(
             counters.updates,
@@ -187,26 +187,21 @@ class TrainingRun:
             self._save()
 
     def _log(self, figures: Figures, values: Mapping[str, float]) -> None:
-        counters = self.counters
-        run = self.logs.meter.run
-        row: dict[str, Value] = {
-            "update": counters.updates,
-            "version": self.parts.trainer.version,
-            "total/seconds": self.parts.clock.seconds(),
-            "total/samples": run.trajectories,
-            "total/trained_tokens": run.ledger.trained,
-            "total/decoded_tokens": run.ledger.decoded,
-            **{f"rollout/{name}": value for name, value in numbers(figures).items()},
-            **values,
-        }
+        totals = update_row(
+            update=self.counters.updates,
+            version=self.parts.trainer.version,
+            seconds=self.parts.clock.seconds(),
+            run=self.logs.meter.run,
+            window=figures,
+        )
+        row = {**totals, **values}
         self.logs.metrics(row)
         self.view.updated(row)
-        shown = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        self.logs.trackers.log(shown, step=counters.updates)
+        self.logs.trackers.log(row, step=self.counters.updates)
         self.on_row(row)
 
-    def _refuse_apart(self) -> None:
-        """Stop where an outside engine does not write with the weights that are trained."""
+    def _require_agreement(self) -> None:
+        """Stop where an outside engine does not generate with the trained weights."""
         gap = self.parts.trainer.last.get("gap/mean", 0.0)
         if self.settings.rollout.is_outside and gap > MOST_NATS:
             raise EngineError(
@@ -228,7 +223,7 @@ class TrainingRun:
         )
 
     def _evaluate(self) -> bool:
-        """Ask the held-out tasks; whether the model was never better."""
+        """Evaluate on the held-out tasks; returns whether the score is the best so far."""
         counters = self.counters
         if self.evaluator is None or counters.scored_at == counters.updates:
             return False
@@ -248,9 +243,9 @@ class TrainingRun:
         return is_best
 
     def _save(self, *, is_last: bool = False) -> None:
-        """Save a checkpoint, beside what follows where that can be."""
+        """Save a checkpoint, in the background if a copy fits into main memory."""
         counters, logs, parts = self.counters, self.logs, self.parts
-        self.folder.refuse_gone()
+        self.folder.require_in_place()
         # Only one at a time, so that memory has no more than one copy.
         self.checkpoints.finish()
         scores = counters.last_scores if counters.scored_at == counters.updates else None
@@ -283,7 +278,7 @@ class TrainingRun:
 
     def _why_stop(self, stopping: Stopping) -> Reason | None:
         counters, target = self.counters, self.settings.evaluation.target
-        if stopping.is_asked:
+        if stopping.is_requested:
             return "asked"
         if self.settings.max_updates is not None and counters.updates >= self.settings.max_updates:
             return "updates"
@@ -292,7 +287,7 @@ class TrainingRun:
         return None
 
     def _flush(self) -> None:
-        """Dynamic sampling may hold answers back; at the end of the data they are trained on."""
+        """Train on the answers that dynamic sampling has held back, at the end of the data."""
         if self.parts.trainer.flush():
             self.counters.updates += 1
             self._log(Figures(), self.parts.trainer.last)
@@ -337,7 +332,7 @@ def _reward_parts(batch: TrainBatch) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """How right the answers to each task were."""
+    """The accuracy on each task."""
 
     by_task: dict[str, float]
     """The share of right answers."""
@@ -347,7 +342,7 @@ class Scores:
     mean_turns: float | None = None
     """Turns of the policy in a conversation; `None` where there are none."""
     mean_outside_seconds: float | None = None
-    """How long a conversation waited for its environment."""
+    """Seconds that a conversation waited for its environment, on average."""
 
     @property
     def mean(self) -> float:
@@ -368,9 +363,9 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Asks the same questions again and again, with the same noise.
+    """Evaluates on the same questions each time, with the same noise.
 
-    Engine and environments are lent: they must be idle whenever scores are asked for.
+    Engine and environments are shared with the training: they must be idle during an evaluation.
     """
 
     questions: Sequence[Question]
@@ -411,11 +406,11 @@ class Evaluator:
                 parts[name] += value
         total = sum(len(answers) for answers in right.values())
         telling = (task for task in sorted(rewards) if rewards[task] != right[task])
-        is_talk = self.environments is not None
+        has_turns = self.environments is not None
         return Scores(
             by_task={task: sum(answers) / len(answers) for task, answers in sorted(right.items())},
             mean_length=tokens / total,
             rewards_by_task={task: sum(rewards[task]) / len(rewards[task]) for task in telling},
-            mean_turns=parts[TURNS] / total if is_talk else None,
-            mean_outside_seconds=parts[OUTSIDE_SECONDS] / total if is_talk else None,
+            mean_turns=parts[TURNS] / total if has_turns else None,
+            mean_outside_seconds=parts[OUTSIDE_SECONDS] / total if has_turns else None,
         )

@@ -1,1 +1,1 @@
-"""Station 7: update batches become new weights; the only home of gradients."""
+"""Trains on update batches; gradients exist in this package only."""

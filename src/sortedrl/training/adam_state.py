@@ -1,4 +1,4 @@
-"""Where AdamW keeps its fp32 master weights and its two moments, and how a step uses them.
+"""The fp32 master weights and the two moments of AdamW: where they are kept, and their step.
 
     fp32      ResidentState   all on the weights' device; one call for all tensors
     8bit      EightBitState   masters on the device, moments as 8-bit codes with a scale per block
@@ -17,8 +17,8 @@ magnitude, and for each number the nearest of 256 shares of it, which lie closer
 The largest magnitude is always a code itself, so unpacking and packing again changes nothing. A
 second moment above 0 never becomes 0, as the step divides by its root.
 
-`tensors` is the same for all three: fp32 tensors by the names of a checkpoint, which each of them
-reads whoever wrote it.
+`tensors` is the same for all three: fp32 tensors by the names of a checkpoint, which any of them
+can read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NUM_STAGES = 3
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a tensor of the state is like."""
+    """Dtype and shape of a tensor of the state."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -72,7 +72,7 @@ class AdamState(Protocol):
         """
 
     def kinds(self) -> dict[str, Kind]:
-        """What `tensors` gives, without giving it."""
+        """Dtypes and shapes of `tensors`, without the tensors."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Masters and moments in fp32; the live ones where they are kept so."""
@@ -81,19 +81,19 @@ class AdamState(Protocol):
         """Take these over and set 16-bit weights from their masters; `kinds` must agree."""
 
     def on_device(self) -> list[Tensor]:
-        """What it keeps on the weights' device beside the weights."""
+        """Its tensors on the device of the weights."""
 
 
 Counts = Mapping[str, int]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor."""
+    """The part of a tensor in this process."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def adam_state(parameters: Mapping[str, Parameter], settings: Optimisation) -> AdamState:
-    """The state that the settings ask for, all its memory allocated."""
+    """The state of the settings, with its memory allocated."""
     if settings.state == "offload":
         return HostState(parameters, settings)
     if settings.state == "8bit":
@@ -133,7 +133,7 @@ class ResidentState:
                 rate=rate,
                 has_decay=self._parameters[names[0]].ndim >= 2,
             )
-        _show(self._masters, self._parameters)
+        _write_back(self._masters, self._parameters)
 
     def _together(self, gradients: Mapping[str, Tensor]) -> list[list[str]]:
         """Names for one call each: matrices, the rest, and one by one what is copied to fp32."""
@@ -150,7 +150,7 @@ class ResidentState:
         return [group for group in groups if group]
 
     def kinds(self) -> dict[str, Kind]:
-        """What `tensors` gives."""
+        """Dtypes and shapes of `tensors`."""
         return {name: Kind(t.dtype, t.shape) for name, t in self.tensors().items()}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -167,7 +167,7 @@ class ResidentState:
         """Copy all of them."""
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
-        _show(self._masters, self._parameters)
+        _write_back(self._masters, self._parameters)
 
     def on_device(self) -> list[Tensor]:
         """Everything."""
@@ -208,10 +208,10 @@ class EightBitState:
             )
             for moment, numbers in zip(packed, (first, second), strict=True):
                 moment.set(numbers)
-        _show(self._masters, self._parameters)
+        _write_back(self._masters, self._parameters)
 
     def kinds(self) -> dict[str, Kind]:
-        """What `tensors` gives."""
+        """Dtypes and shapes of `tensors`."""
         return _kinds(self._parameters, self._masters)
 
     @torch.no_grad()
@@ -233,7 +233,7 @@ class EightBitState:
             master.copy_(tensors[f"{MASTER}.{name}"])
         for (moment, piece), packed in self._packed.items():
             packed.set(piece.of(local(tensors[f"{moment}.{piece.name}"])))
-        _show(self._masters, self._parameters)
+        _write_back(self._masters, self._parameters)
 
     def on_device(self) -> list[Tensor]:
         """Masters, codes and scales."""
@@ -298,7 +298,7 @@ class HostState:
         streams.finish()
 
     def kinds(self) -> dict[str, Kind]:
-        """What `tensors` gives."""
+        """Dtypes and shapes of `tensors`."""
         return _kinds(self._parameters, self._half)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -336,11 +336,11 @@ class Piece:
     stop: int
 
     def __len__(self) -> int:
-        """Its numbers."""
+        """The number of its elements."""
         return self.stop - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor, as a view."""
+        """This piece of a tensor, as a view."""
         return tensor.view(-1)[self.start : self.stop]
 
     def gradient(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
@@ -350,7 +350,7 @@ class Piece:
 
 
 def pieces(parameters: Mapping[str, Tensor]) -> list[Piece]:
-    """The numbers of all weights, cut up."""
+    """The pieces of all weights."""
     return [piece for name, p in parameters.items() for piece in _cut(name, p)]
 
 
@@ -429,7 +429,7 @@ class _Packed:
         return (shares.view(-1, _BLOCK_NUMBERS) * scales[:, None]).view(-1)
 
     def set(self, numbers: Tensor) -> None:
-        """The nearest that can be kept."""
+        """Store the nearest values that 8 bits can hold."""
         if not self._is_packed:
             self.held[0].copy_(numbers)
             return
@@ -482,7 +482,7 @@ def _zeros(parameter: Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def _show(masters: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> None:
+def _write_back(masters: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> None:
     """Set the 16-bit weights from their masters."""
     for name, master in masters.items():
         parameters[name].copy_(master)
@@ -498,7 +498,7 @@ def _kinds(parameters: Mapping[str, Parameter], masters: Mapping[str, object]) -
 
 
 def _like(tensor: Tensor, parameter: Parameter) -> Tensor:
-    """A tensor of what this process has, spread like the weight it belongs to."""
+    """A tensor of this process's part, sharded like its weight."""
     if not isinstance(parameter, DTensor):
         return tensor
     return DTensor.from_local(
@@ -512,7 +512,7 @@ def _like(tensor: Tensor, parameter: Parameter) -> Tensor:
 
 
 def _slab(parameters: Mapping[str, Parameter]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Zeros in the shapes of the weights, and the one allocation that they lie in."""
+    """Zeros in the shapes of the weights, and the single allocation that holds them."""
     shapes = {name: local(parameter).shape for name, parameter in parameters.items()}
     ends = [0, *accumulate(shape.numel() for shape in shapes.values())]
     slab = torch.zeros(ends[-1], dtype=torch.float32)
@@ -544,7 +544,7 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class _Stage:
-    """A place on the device for the moments and the master of one piece."""
+    """A staging buffer on the device for the moments and the master of one piece."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._slab = torch.empty((3, size), dtype=torch.float32, device=device)
@@ -553,7 +553,7 @@ class _Stage:
         self.left = _event(device)
 
     def numbers(self, size: int, *, count: int) -> list[Tensor]:
-        """So many runs of this size."""
+        """Buffers of this size."""
         return [self._slab[n, :size] for n in range(count)]
 
 
@@ -562,14 +562,14 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 
 
 class _Streams:
-    """Copies in and out beside the computation; on a CPU all of it is one after the other."""
+    """Copies in and out, concurrent with the computation; on a CPU everything is sequential."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
             self._compute = torch.cuda.current_stream(device)
             self._in, self._out = (torch.cuda.Stream(device) for _ in range(2))
-            # The staging buffers may lie in memory that earlier work still uses.
+            # The staging buffers may be in memory that earlier work still uses.
             self._in.wait_stream(self._compute)
 
     @contextmanager

@@ -64,7 +64,7 @@ class RunningMoments:
         return (values_V - whole.mean) / (math.sqrt(whole.squares / (whole.size - 1)) + floor)
 
     def state(self) -> list[list[float]]:
-        """What a checkpoint holds."""
+        """The state for a checkpoint."""
         return [list(moments) for moments in self._last]
 
     def load_state(self, state: Sequence[Sequence[float]]) -> None:

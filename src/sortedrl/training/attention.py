@@ -1,4 +1,4 @@
-"""Attention over a packed row: every sequence sees its own past and nothing of its neighbours.
+"""Attention over a packed row: every token attends to its own sequence only.
 
 The model stays as it is: its attention is replaced through transformers' attention interface while
 a packed row goes through it, also when gradient checkpointing runs a layer once more in the
@@ -62,7 +62,7 @@ def _compiled(kind: type[nn.Module]) -> Callable[..., Any]:
 
 @contextmanager
 def replaced_forwards(forwards: Forwards) -> Iterator[None]:
-    """The modules with these forwards; as they were, afterwards."""
+    """The modules with these forwards inside the block."""
     before = {m: m.__dict__["forward"] for m in forwards if "forward" in m.__dict__}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
@@ -113,7 +113,7 @@ class Row:
 
 @contextmanager
 def packed_attention(model: PreTrainedModel, forwards: Forwards) -> Iterator[None]:
-    """The model with packed attention, these layers and no dropout; as it was, afterwards."""
+    """The model with packed attention, these layers and no dropout inside the block."""
     config = model.config.get_text_config()
     dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0]
     layers: list[Any] = [m for m in model.modules() if _is_checkpointed(m)]
@@ -205,7 +205,7 @@ def _by_kernel(
 def _one_by_one(
     q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, row: Row, *, scale: float, window: int | None
 ) -> Tensor:
-    """Each sequence by itself; on the CPU as fast as a batch of equal lengths."""
+    """One sequence at a time; on the CPU as fast as a batch of equal lengths."""
     if q_1HRD.is_cuda:
         # The kernels for float32 do not share heads, and without a kernel scores take L x L.
         k_1KRD, v_1KRD = _repeated(k_1KRD, q_1HRD), _repeated(v_1KRD, q_1HRD)

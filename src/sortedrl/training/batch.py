@@ -33,7 +33,7 @@ from sortedrl.types import LARGEST_REWARD, TrainBatch, Trajectory, impossible_lo
 class TokenSequence:
     """A prompt and an answer to it, whose tokens are to be scored.
 
-    In a conversation, `answer` also holds what the environment said, which is read but not scored.
+    In a conversation, `answer` also has the replies of the environment, which are not scored.
     """
 
     prompt: Sequence[int]
@@ -43,7 +43,7 @@ class TokenSequence:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TokenSequence:
-        """What the model reads of a trajectory, with the tokens that the policy wrote scored."""
+        """The sequence of a trajectory, in which the tokens of the policy are scored."""
         mask = trajectory.loss_mask if trajectory.num_given else None
         return cls(trajectory.prompt.tokens, trajectory.response, mask)
 
@@ -109,7 +109,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What advantages and losses need to know of the answers, beside their log-probabilities."""
+    """The inputs of advantages and losses, besides log-probabilities."""
 
     lengths_N: Tensor
     """Tokens of each answer; at least 1."""
@@ -194,7 +194,7 @@ def usable(trajectories: Sequence[Trajectory], *, is_logged: bool = True) -> tup
 
 
 def _fault(trajectory: Trajectory) -> str | None:
-    """What makes an answer unfit to be trained on, or `None`."""
+    """The reason why an answer cannot be trained on, or `None`."""
     reward = _reward(trajectory)
     if not abs(reward) <= LARGEST_REWARD:
         return f"its reward must lie within +-{LARGEST_REWARD:g}, got {reward}"
@@ -290,7 +290,7 @@ def micro_batches(
 ) -> MicroBatches:
     """Few micro-batches over this rank's share of the chosen answers.
 
-    Every rank computes the packs of all, and so how many micro-batches there are, by itself.
+    Every rank computes the packs of all ranks, and so the number of micro-batches, on its own.
     """
     sizes = [sequences[answer].num_rows for answer in chosen]
     shares = ranks.shares(sizes)
@@ -332,7 +332,7 @@ def in_micro_batches(
     micro_batch_tokens: int,
     ranks: RankGroup = SINGLE_RANK,
 ) -> Tensor:
-    """What `compute` gives for the tokens of every answer, without gradients."""
+    """The results of `compute` for the tokens of every answer, without gradients."""
     outputs, indices = [], []
     everything = micro_batches(
         range(len(answers)),

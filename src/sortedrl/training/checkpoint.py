@@ -13,8 +13,8 @@ A checkpoint is written under its name with `.partial`, flushed to disk, the man
 renamed. So what has its final name is complete, and older ones are never modified. Only
 safetensors, JSON and our own buffer files are read; a folder with a pickle is refused.
 
-A checkpoint may be written by a thread while the training goes on (`save_later`), one at a time.
-What it writes must be apart from what is trained. Its failure is raised by the next call.
+A checkpoint may be written by a thread while training continues (`save_later`), one at a time. It
+must write copies of what is trained. Its failure is raised by the next call.
 
 There is no state outside these folders: a checkpoint has its own score, so a process killed between
 saving and deleting leaves only an extra folder, which the next save deletes.
@@ -329,7 +329,7 @@ def _checksum(path: Path) -> str:
 
 def _refuse_pickles(folder: Path) -> None:
     for path in _files(folder):
-        # Files of ours with this ending lie at the top; PyTorch's pickles would lie in model/.
+        # Our files with this suffix are at the top; PyTorch's pickles would be in model/.
         is_foreign_bin = path.suffix == ".bin" and path.parent != folder
         if path.suffix in _PICKLES or is_foreign_bin:
             raise CheckpointError(
@@ -361,7 +361,7 @@ def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
         raise CheckpointError(f"{path}: damaged ({error!r}); {_USE_ANOTHER}") from error
     for name in files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{path}: names {name!r}, which lies outside; {_USE_ANOTHER}")
+            raise CheckpointError(f"{path}: names {name!r}, outside the folder; {_USE_ANOTHER}")
     return files
 
 
@@ -412,7 +412,7 @@ class Checkpoints:
         """Of the save in the background."""
 
     def path_for(self, update: int) -> Path:
-        """Where the checkpoint of an update lies."""
+        """The folder of the checkpoint of an update."""
         return self._folder / f"update-{update:06d}"
 
     def save(
@@ -436,7 +436,7 @@ class Checkpoints:
         thread.shutdown(wait=False)
 
     def check(self) -> None:
-        """Raise what a save in the background has failed with; one that goes on is left alone."""
+        """Raise the error of a save in the background that has failed, without waiting for one."""
         if self._writing is not None and self._writing.done():
             self.finish()
 

@@ -60,12 +60,12 @@ class Critic(nn.Module):
         return {name: p for name, p in self.named_parameters() if id(p) not in unused}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of it."""
+        """The tensors for a checkpoint."""
         return {name: parameter.detach() for name, parameter in self.learned().items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what a checkpoint holds."""
+        """Load the tensors of a checkpoint."""
         for name, parameter in self.learned().items():
             parameter.copy_(tensors[name])
 

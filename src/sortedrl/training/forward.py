@@ -337,7 +337,7 @@ class CopiedReference:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over these weights."""
+        """Copy these weights."""
         for name, own in self.tensors().items():
             own.copy_(tensors[name])
 

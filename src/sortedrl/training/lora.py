@@ -1,10 +1,15 @@
-"""Low-rank adapters through peft: added to a model in place, and merged for export."""
+"""Low-rank adapters through peft: added to a model in place, merged for the engine and for export.
+
+A model with and without adapters is exported alike: as the plain model, in a folder that
+transformers reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sortedrl.config.train import Lora
 from sortedrl.errors import CheckpointError, ConfigError
-from sortedrl.training.checkpoint import read_tensors, write_tensors
+from sortedrl.models.loading import without_bars
+from sortedrl.training.checkpoint import read_tensors, refuse_not_finite
 
 _NAME = "default"
 _PART = ".lora_"
@@ -44,7 +50,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> None:
 
 @contextmanager
 def _as_with_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Weights without memory look like those of the CPU: peft puts adapters where they are."""
+    """Weights without memory look like CPU weights, which decide the device of the adapters."""
     without = [
         (module, name, weight)
         for module in model.modules()
@@ -63,7 +69,7 @@ def _as_with_weights(model: PreTrainedModel) -> Iterator[None]:
 
 
 def plain_name(name: str) -> str:
-    """What the plain model calls a weight that has adapters beside it."""
+    """The name of a weight with adapters in the plain model."""
     return name.replace(".base_layer.", ".")
 
 
@@ -98,8 +104,8 @@ def merged_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def refuse_turned_layers(model: PreTrainedModel) -> None:
-    """Refuse adapters of layers that keep their weights turned: they are merged by name only."""
+def refuse_transposed_layers(model: PreTrainedModel) -> None:
+    """Refuse adapters of layers with transposed weights: they are merged by name only."""
     from peft.tuners.lora import Linear
 
     for name, module in model.named_modules():
@@ -111,7 +117,7 @@ def refuse_turned_layers(model: PreTrainedModel) -> None:
 
 
 def adapter_scale(model: PreTrainedModel) -> float:
-    """What the product of an adapter's two parts is multiplied by."""
+    """The factor of the product of an adapter's two parts."""
     from peft.tuners.lora import Linear
 
     scales = (module.scaling[_NAME] for module in model.modules() if isinstance(module, Linear))
@@ -124,7 +130,7 @@ def adapters_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """What the two parts of the adapter of a weight are called, if it has one."""
+    """The names of the two parts of the adapter of a weight, if it has one."""
     layer = name.removesuffix(".weight")
     return f"{layer}{_PART}A.{_NAME}.weight", f"{layer}{_PART}B.{_NAME}.weight"
 
@@ -146,7 +152,7 @@ def merged_weight(
 class MergedWeights(Mapping[str, Tensor]):
     """The weights of the plain model: those that a run began with, with adapters merged.
 
-    A weight is merged whenever it is asked for, and not kept.
+    A weight is merged whenever it is read, and not kept.
     """
 
     def __init__(
@@ -175,16 +181,6 @@ def plain_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return merged_tensors(model) if model._hf_peft_config_loaded else model.state_dict()
 
 
-def merged_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, or a plain one with its adapters merged."""
-    if not model._hf_peft_config_loaded:
-        return model
-    plain: PreTrainedModel = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
-    plain.load_state_dict(merged_tensors(model))
-    plain.generation_config = model.generation_config
-    return plain
-
-
 def plain_skeleton(model: PreTrainedModel) -> PreTrainedModel:
     """The model itself, or a plain one without memory for its weights."""
     if not model._hf_peft_config_loaded:
@@ -195,9 +191,23 @@ def plain_skeleton(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
-def write_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapters into a checkpoint."""
-    write_tensors(folder, ADAPTER_FILE, tensors=trained_parameters(model))
+def export_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
+    """Write weights, config and tokenizer; no pickle, and no weights that are not finite."""
+    export_tensors(model, plain_tensors(model), folder, tokenizer=tokenizer)
+
+
+def export_tensors(
+    model: PreTrainedModel,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    tokenizer: Any,  # noqa: ANN401
+) -> None:
+    """Write these weights of the plain model, by its names, as `export_model` writes its own."""
+    refuse_not_finite(tensors)
+    with without_bars():
+        plain_skeleton(model).save_pretrained(folder, state_dict=dict(tensors))
+        tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()

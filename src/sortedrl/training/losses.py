@@ -95,7 +95,7 @@ def is_held_back(
 def step_scale(
     behaviour_T: Tensor, proximal_T: Tensor, *, lengths_N: Tensor, correction: Correction
 ) -> float:
-    """What the learning rate of a step is multiplied by: 1 where all weights are alike.
+    """The factor of the learning rate of a step: 1 if all weights are equal.
 
     It is the square root of the effective share, as the steps of AdamW do not shrink with the
     gradient. Weights are truncated at `max_ratio`: one absurd ratio must not stop learning.
@@ -185,12 +185,12 @@ class TokenLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What the loss needs beside the current log-probabilities; nothing has a gradient."""
+    """The inputs of the loss besides the current log-probabilities; none has a gradient."""
 
     advantages_T: Tensor
     anchor_T: Tensor
     """The log-probabilities that the clipped ratio is taken against: those of the proximal policy,
-    or of the behaviour policy where `correction.ratio` says so."""
+    or of the behaviour policy, depending on `correction.ratio`."""
     corrections_T: Tensor
     """From `correction_weights`."""
     weights_T: Tensor

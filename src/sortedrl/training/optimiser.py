@@ -91,7 +91,7 @@ class LossScale:
             self.value, self._num_good = min(self.value * 2, _LARGEST_SCALE), 0
 
     def state(self) -> list[float]:
-        """What a checkpoint holds."""
+        """The state for a checkpoint."""
         return [self.value, self._num_good]
 
     def load_state(self, state: Sequence[float]) -> None:
@@ -157,7 +157,7 @@ class Optimiser:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss is multiplied by; `None` where it is not scaled."""
+        """The factor of the loss; `None` where it is not scaled."""
         return None if self._scale is None else self._scale.value
 
     def backward(self, loss: Tensor) -> None:
@@ -254,13 +254,13 @@ class Optimiser:
         self._state.load(tensors)
         self._steps = {name: parameter_steps[name] for name in self._parameters}
         self._num_steps = num_steps
-        # One saved without a scale goes on with the first.
+        # One saved without a scale continues with the initial one.
         if self._scale is not None and "loss_scale" in values:
             self._scale.load_state(values["loss_scale"])
         self.zero_grad()
 
     def _clip_scale(self, norm: Tensor) -> Tensor | None:
-        """What gradients are multiplied by so that their norm is at most `max_grad_norm`."""
+        """The factor of the gradients with which their norm is at most `max_grad_norm`."""
         most = self._settings.max_grad_norm
         return None if most is None else (most / (norm + _CLIP_EPSILON)).clamp(max=1.0)
 

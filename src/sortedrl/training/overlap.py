@@ -1,9 +1,9 @@
-"""A trainer whose updates run beside the rollout, in a thread, one at a time.
+"""A trainer whose updates run during the rollout, in a thread, one at a time.
 
     submit -> accepted -> begin -> in progress -> result -> finished
 
 While an update is only accepted, the inner trainer is idle, and its weights are those before the
-update: this is when the engine gets them. While it is in progress, nobody else touches that
+update: this is when the engine gets them. While it is in progress, nothing else uses that
 trainer; version and numbers stay those before it until it has finished. So nothing depends on which
 of the two is faster.
 """
@@ -23,7 +23,7 @@ from sortedrl.types import TrainBatch, Trajectory, Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Running:
-    """An update in progress, and what the trainer shows meanwhile."""
+    """An update in progress, and the state of the trainer before it."""
 
     batch: TrainBatch
     began: float
@@ -36,7 +36,7 @@ class OverlappedTrainer:
     """A `RunTrainer` around another one, and the loop's `Overlap`."""
 
     def __init__(self, trainer: RunTrainer, *, seconds: Callable[[], float]) -> None:
-        """Time is taken from `seconds`, which is asked in the thread of the update too."""
+        """`seconds` is the clock; it is read in the thread of the update too."""
         self._trainer = trainer
         self._seconds = seconds
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
@@ -58,7 +58,7 @@ class OverlappedTrainer:
 
     @property
     def device(self) -> str:
-        """What it computes on, for a person."""
+        """The device it computes on, for display."""
         return self._trainer.device
 
     def update(self, batch: TrainBatch) -> None:
@@ -73,7 +73,7 @@ class OverlappedTrainer:
         self._accepted = batch
 
     def begin(self) -> None:
-        """Begin the update that was submitted, beside what follows; without one, do nothing."""
+        """Start the update that was submitted, in the background; without one, do nothing."""
         batch, self._accepted = self._accepted, None
         if batch is None:
             return
@@ -89,20 +89,20 @@ class OverlappedTrainer:
     def result(self) -> FinishedUpdate | None:
         """Wait for the update that was submitted or begun; `None` if there is none.
 
-        What the update raised is raised here, each time it is asked for.
+        An exception of the update is raised here, on every call.
         """
         self.begin()
         running = self._running
         if running is None:
             return None
-        asked = self._seconds()
+        waited_from = self._seconds()
         ended = running.ended.result()
         self._running = None
         self._finished = FinishedUpdate(
             batch=running.batch,
             version=self._trainer.version,
             took_seconds=ended - running.began,
-            beside_seconds=min(asked, ended) - running.began,
+            beside_seconds=min(waited_from, ended) - running.began,
         )
         return self._finished
 
@@ -138,7 +138,7 @@ class OverlappedTrainer:
         self._trainer.export(folder, tokenizer=tokenizer)
 
     def close(self) -> None:
-        """Let go of the trainer; an update that is still in progress is dropped."""
+        """Close the trainer; an update that is still in progress is dropped."""
         # First, as this may be what ends it.
         self._trainer.close()
         self._executor.shutdown()

@@ -6,9 +6,8 @@
 An answer is whole in one micro-batch, and each token has its weight in the loss before the first
 micro-batch, so how answers are packed changes nothing but rounding.
 
-The trainer of a run also writes checkpoints and the trained model. In a checkpoint its tensors are
-safetensors files and its counters JSON; the trained model is exported as a folder that transformers
-reads, with its tokenizer and with adapters merged.
+In a checkpoint the trainer's tensors are safetensors files, and its counters JSON; the model is a
+folder that transformers reads, with its tokenizer and with adapters merged.
 
 Axes: N answers, T answer tokens of all of them together.
 """
@@ -35,7 +34,6 @@ from sortedrl.core.buffer_file import load_buffer, save_buffer
 from sortedrl.core.protocols import Trainer
 from sortedrl.core.randomness import mix
 from sortedrl.errors import TrainingError
-from sortedrl.models.loading import without_bars
 from sortedrl.models.offload import copied, free_main_memory
 from sortedrl.training.advantages import RunningMoments, estimate, has_reward_variance
 from sortedrl.training.batch import (
@@ -56,11 +54,10 @@ from sortedrl.training.forward import CopiedReference, PackedModel, Reference
 from sortedrl.training.functions import check_functions
 from sortedrl.training.lora import (
     ADAPTER_FILE,
-    merged_model,
-    plain_skeleton,
+    export_model,
+    export_tensors,
     plain_tensors,
     trained_parameters,
-    write_adapters,
 )
 from sortedrl.training.losses import (
     LossInputs,
@@ -76,6 +73,7 @@ from sortedrl.types import TrainBatch, Trajectory, Weights
 
 _LOG = logging.getLogger(__name__)
 _HELD = "held.bin"
+_MODEL = "model"
 _SHARE_FOR_COPIES = 0.25
 
 
@@ -84,7 +82,7 @@ Snapshot = Callable[[Path], dict[str, Any]]
 
 
 class RunTrainer(Trainer, Protocol):
-    """What a run asks of its trainer beyond the loop."""
+    """The trainer of a run: what the loop needs, and checkpoints, export and metrics."""
 
     @property
     def last(self) -> Mapping[str, float]:
@@ -92,7 +90,7 @@ class RunTrainer(Trainer, Protocol):
 
     @property
     def device(self) -> str:
-        """What it computes on, for a person."""
+        """The device it computes on, for display."""
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The log-probabilities of the tokens of a few answers at temperature 1."""
@@ -104,7 +102,7 @@ class RunTrainer(Trainer, Protocol):
         """Write model and trainer into the folder of a checkpoint; gives the counters."""
 
     def snapshot(self, *, tokenizer: Any) -> Snapshot | None:  # noqa: ANN401
-        """What `save` would write now, to be written later while the training goes on.
+        """What `save` would write now, to be written later while training continues.
 
         `None` where there is no room for a copy, or none can be made.
         """
@@ -114,29 +112,6 @@ class RunTrainer(Trainer, Protocol):
 
     def close(self) -> None:
         """Release everything it holds; a second call does nothing."""
-
-
-def export_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
-    """Write weights, config and tokenizer; no pickle, and no weights that are not finite."""
-    plain = merged_model(model)
-    refuse_not_finite(dict(plain.named_parameters()))
-    with without_bars():
-        plain.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-
-def export_tensors(
-    model: PreTrainedModel,
-    tensors: Mapping[str, Tensor],
-    folder: Path,
-    *,
-    tokenizer: Any,  # noqa: ANN401
-) -> None:
-    """Write these weights, which have the plain model's names, as `export_model` writes its own."""
-    refuse_not_finite(tensors)
-    with without_bars():
-        plain_skeleton(model).save_pretrained(folder, state_dict=dict(tensors))
-        tokenizer.save_pretrained(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +132,7 @@ class _Prepared:
 
 
 class _NotFiniteError(Exception):
-    """Why an update is skipped: values that are not finite, and which answers they belong to."""
+    """An update is skipped: some values are not finite; names the answers they belong to."""
 
 
 class PolicyTrainer:
@@ -179,7 +154,7 @@ class PolicyTrainer:
         version: int = 0,
         ranks: RankGroup = SINGLE_RANK,
     ) -> None:
-        """Train the policy's model as the settings say."""
+        """A trainer of the policy's model."""
         check_functions(settings.algorithm)
         self.version = version
         self.held: tuple[Trajectory, ...] = ()
@@ -256,32 +231,38 @@ class PolicyTrainer:
 
     def save(self, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
         """Write model, adapters and trainer; gives the counters."""
-        export_model(self.model, tokenizer, folder / "model")
-        if self.model._hf_peft_config_loaded:
-            write_adapters(self.model, folder)
-        for name, tensors in self.tensors().items():
-            refuse_not_finite(tensors)
-            write_tensors(folder, name, tensors=tensors)
-        self.write_held(folder)
-        return self.counters()
+        return self._writer(self._saved_tensors(), tokenizer=tokenizer)(folder)
 
     def snapshot(self, *, tokenizer: Any) -> Snapshot | None:  # noqa: ANN401
         """A copy in main memory, unless that has too little room for one."""
-        plain = plain_tensors(self.model)
-        files = self.tensors()
-        if self.model._hf_peft_config_loaded:
-            files[ADAPTER_FILE] = dict(trained_parameters(self.model))
-        parts = [plain, *files.values()]
-        num_bytes = sum(tensor.nbytes for tensors in parts for tensor in tensors.values())
+        files = self._saved_tensors()
+        num_bytes = sum(t.nbytes for tensors in files.values() for t in tensors.values())
         if num_bytes > _SHARE_FOR_COPIES * free_main_memory():
             return None
-        weights = copied(plain)
         kept = {name: copied(tensors) for name, tensors in files.items()}
+        return self._writer(kept, tokenizer=tokenizer)
+
+    def _saved_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """All tensors of a checkpoint, by file; those of the model under the name of its folder."""
+        files = {_MODEL: plain_tensors(self.model), **self.tensors()}
+        if self.model._hf_peft_config_loaded:
+            files[ADAPTER_FILE] = dict(trained_parameters(self.model))
+        return files
+
+    def _writer(
+        self,
+        files: Mapping[str, Mapping[str, Tensor]],
+        *,
+        tokenizer: Any,  # noqa: ANN401
+    ) -> Snapshot:
+        """Writes these tensors with the present counters, also once training has continued."""
         counters, held = deepcopy(self.counters()), self.held
 
         def write(folder: Path) -> dict[str, Any]:
-            export_tensors(self.model, weights, folder / "model", tokenizer=tokenizer)
-            for name, tensors in kept.items():
+            for name, tensors in files.items():
+                if name == _MODEL:
+                    export_tensors(self.model, tensors, folder / name, tokenizer=tokenizer)
+                    continue
                 refuse_not_finite(tensors)
                 write_tensors(folder, name, tensors=tensors)
             _write_held(held, folder)

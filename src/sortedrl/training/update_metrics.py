@@ -51,7 +51,7 @@ class TokenOutputs:
             values_T[at] = 0.0
 
     def gather(self, at: Tensor, ranks: RankGroup) -> None:
-        """Take over the outputs of other ranks for these tokens; one rank has each."""
+        """Collect the outputs of other ranks for these tokens; each is on one rank."""
         for values_T in (self.current_T, self.proximal_T, self.entropy_T):
             values_T[at] = ranks.all_reduce(values_T[at])
 
@@ -72,14 +72,14 @@ _STALE_FROM = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRecord:
-    """What an update leaves behind: one entry per token, in the order of the answers."""
+    """The outputs of an update: one entry per token, in the order of the answers."""
 
     answers: Answers
     advantages_T: Tensor
     proximal_T: Tensor
     """Log-probabilities under the weights at the start of the update."""
     current_T: Tensor
-    """Log-probabilities under the weights being trained, when the token was last met."""
+    """Log-probabilities under the weights being trained, when the token was last trained on."""
     correction: Correction
     tokens: TokenLosses
     """Of all micro-batches, in any order."""
@@ -147,7 +147,7 @@ def _quantiles(ratios_T: Tensor, *, name: str) -> dict[str, float]:
 
 
 def _gap(answers: Answers, proximal_T: Tensor) -> dict[str, float]:
-    """How far engine and trainer are apart on tokens that both saw with the same weights."""
+    """The difference of engine and trainer on tokens that both computed with the same weights."""
     is_fresh_T = answers.staleness_T == 0
     if not is_fresh_T.any():
         return {}

@@ -160,7 +160,7 @@ class SortedDataSource(RolloutDataSource):
         write_whole(folder / "state.json", json.dumps(state).encode())
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on where the checkpoint of this rollout was saved; a new run has none."""
+        """Load the state saved with the checkpoint of this rollout; a new run has none."""
         super().load(rollout_id)
         if self.args.load is None or rollout_id is None:
             return
@@ -311,7 +311,7 @@ class _Rollout:
         self._running[task] = trajectory
 
     async def _next_done(self) -> None:
-        """Wait for the next answers; one that a server aborted by itself goes on."""
+        """Wait for the next answers; one that a server aborted on its own is continued."""
         done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             stopped = self._stopped(task)

@@ -1,10 +1,10 @@
 """TRL's `GRPOTrainer` with answers from SortedRL's scheduler: docs/how-to/trl.md.
 
-settings   TRL's arguments -> schedule and sampling; refuses what cannot work
-prompts    dataset -> prompts, shared out over the ranks
-engines    the native engine on TRL's model, or TRL's vLLM server
-rollouts   one rank's scheduler with engine, logs and checkpoint
-trainer    `SortedGRPOTrainer`: where TRL calls them
+settings       TRL's arguments -> schedule and sampling; refuses what cannot work
+engines        the native engine on TRL's model, or TRL's vLLM server
+conversations  TRL's environments and tools, without its lock step
+rollouts       one rank's scheduler with prompts, engine, logs and checkpoint
+trainer        `SortedGRPOTrainer`: where TRL calls them
 """
 
 try:

@@ -7,7 +7,7 @@ The objects are TRL's own and stay in this process, because reward functions loo
 methods run in threads, those of one object never at the same time. Parsing of calls, the text of
 replies and all limits are TRL's, so the conversations are those of its loop.
 
-A conversation can be brought to any turn by calling its tools again, if that gives the same
+A conversation can be replayed to any turn by calling its tools again, if that gives the same
 results: `is_replayable`. Coupled mode and a resumed run need that.
 """
 
@@ -34,7 +34,7 @@ _EMPTY_PROMPT: Message = {"role": "user", "content": ""}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolRules:
-    """What TRL says about conversations; its functions are called from the main thread only."""
+    """TRL's rules for conversations; its functions are called from the main thread only."""
 
     parse: Callable[[list[int], list[int], str | None], Message]
     """The message of a turn: its tokens, all tokens before it, the name of the environment."""
@@ -42,7 +42,7 @@ class ToolRules:
     """The tokens that messages of tools add to a conversation."""
     run_async: Callable[[Coroutine[Any, Any, Any]], Any]
     max_iterations: int
-    """Turns whose calls are made."""
+    """Turns whose tool calls are executed."""
     max_response_tokens: int
     """Tokens after the prompt: of the policy and of tools together."""
     max_context: int
@@ -50,13 +50,13 @@ class ToolRules:
 
 
 @dataclass(slots=True)
-class Talk:
-    """A live conversation: its environment, what that has heard, and what was said."""
+class Conversation:
+    """A live conversation: its environment, the turns that it has seen, and all messages."""
 
     name: str | None
     environment: Any
     observation: str | None = None
-    """What the environment said when it was reset."""
+    """The text that the environment returned when it was reset."""
     turns: list[list[int]] = field(default_factory=list)
     replies: list[list[int]] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Talk:
     is_over: bool = False
 
     def clear(self) -> None:
-        """Forget everything; the environment is reset before it hears anything."""
+        """Forget everything; the environment is reset before the next turn."""
         self.turns, self.replies, self.messages = [], [], []
         self.calls = self.failures = 0
         self.is_over = False
@@ -74,9 +74,9 @@ class Talk:
 @dataclass(slots=True, eq=False)
 class _Job:
     trajectory: Trajectory
-    talk: Talk
+    conversation: Conversation
     turns: list[list[int]]
-    said: list[Message]
+    messages: list[Message]
     is_reset: bool
     """Whether the environment must be reset first."""
     is_cancelled: bool = False
@@ -107,7 +107,7 @@ class ToolConversations:
         self._free: dict[str | None, deque[Any]] = {name: deque() for name in factories or ()}
         self._tools = list(tools)
         self._row_of = row_of
-        self._talks: dict[Key, Talk] = {}
+        self._live: dict[Key, Conversation] = {}
         self._jobs: dict[Key, _Job] = {}
         self._done: deque[tuple[_Job, list[Results]]] = deque()
         self._early: list[Trajectory] = []
@@ -116,23 +116,23 @@ class ToolConversations:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tools")
 
     def prompt_of(self, row: Row) -> Any:  # noqa: ANN401  TRL's prompt: text or messages
-        """The prompt of a row with what its environment adds to it when it is reset."""
+        """The prompt of a row with the text of its environment's reset."""
         if self._factories is None:
             return row["prompt"]
         prompt = row.get("prompt", [_EMPTY_PROMPT])
-        talk = self._opened(row)
-        observation = _reset(talk.environment, row, is_named=talk.name is not None)
-        self._free[talk.name].append(talk.environment)
+        conversation = self._opened(row)
+        observation = _reset(conversation.environment, row, is_named=conversation.name is not None)
+        self._free[conversation.name].append(conversation.environment)
         if observation is None:
             return prompt
         last = prompt[-1]
         return [*prompt[:-1], {**last, "content": last["content"] + observation}]
 
     def submit(self, trajectory: Trajectory) -> None:
-        """Make the calls of the last turn; never waits."""
+        """Execute the tool calls of the last turn; never waits."""
         job = self._job(trajectory)
         self._jobs[trajectory.key] = job
-        if not job.said:  # heard before, word for word: a turn that was verified
+        if not job.messages:  # the environment has seen these turns: one was verified
             self._deliver(job, [])
             return
         row = self._row_of(trajectory.prompt)
@@ -140,19 +140,19 @@ class ToolConversations:
         made.add_done_callback(lambda future: self._ended(job, future))
 
     def cancel(self, trajectory: Trajectory) -> None:
-        """Give back the environment of a conversation that is over, or begins anew."""
+        """Release the environment of a conversation that is over, or starts again."""
         job = self._jobs.pop(trajectory.key, None)
-        talk = self._talks.pop(trajectory.key, None)
+        conversation = self._live.pop(trajectory.key, None)
         with self._changed:
             if job is not None and job not in [done for done, _ in self._done]:
                 job.is_cancelled = True  # its thread still has the environment
                 return
             self._done = deque(pair for pair in self._done if pair[0] is not job)
-        if talk is not None and talk.environment is not None:
-            self._free[talk.name].append(talk.environment)
+        if conversation is not None and conversation.environment is not None:
+            self._free[conversation.name].append(conversation.environment)
 
     def collect(self, *, wait: bool) -> Sequence[Trajectory]:
-        """Conversations whose calls were made: with a reply in `given`, or with a finish reason."""
+        """Conversations whose calls are done: with a reply in `given`, or with a finish reason."""
         early, self._early = self._early, []
         with self._changed:
             if wait and self._jobs and not early:
@@ -162,9 +162,9 @@ class ToolConversations:
             done, self._done = list(self._done), deque()
         return [*early, *(self._replied(job, results) for job, results in done)]
 
-    def talks(self, trajectories: Sequence[Trajectory]) -> list[Talk]:
-        """The live conversations of complete trajectories; after a resume they are held again."""
-        lost = [t for t in trajectories if t.key not in self._talks]
+    def live(self, trajectories: Sequence[Trajectory]) -> list[Conversation]:
+        """The live conversations of complete trajectories; after a resume they are replayed."""
+        lost = [t for t in trajectories if t.key not in self._live]
         for trajectory in lost:
             self.submit(replace(trajectory, finish_reason=None))
         missing, others = {t.key for t in lost}, list[Trajectory]()
@@ -174,103 +174,105 @@ class ToolConversations:
                     others.append(found)
                 missing.discard(found.key)
         self._early += others
-        return [self._talks[t.key] for t in trajectories]
+        return [self._live[t.key] for t in trajectories]
 
     def close(self) -> None:
-        """Wait for the calls that are being made, and end the threads."""
+        """Wait for the calls in progress, and end the threads."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _opened(self, row: Row) -> Talk:
+    def _opened(self, row: Row) -> Conversation:
         if self._factories is None:
-            return Talk(None, None)
+            return Conversation(None, None)
         name = row.get("environment") if None not in self._factories else None
         if name not in self._factories:
             raise ConfigError(
                 f"the column environment must name one of {list(self._factories)}, got {name!r}"
             )
         free = self._free[name]
-        return Talk(name, free.popleft() if free else self._factories[name]())
+        return Conversation(name, free.popleft() if free else self._factories[name]())
 
     def _job(self, trajectory: Trajectory) -> _Job:
         key, turns = trajectory.key, trajectory.turns
-        talk = self._talks.get(key)
-        is_new = talk is None
-        if talk is None:
-            talk = self._talks[key] = self._opened(self._row_of(trajectory.prompt))
-        if is_new or talk.turns != turns[: len(talk.turns)]:
+        conversation = self._live.get(key)
+        is_new = conversation is None
+        if conversation is None:
+            conversation = self._live[key] = self._opened(self._row_of(trajectory.prompt))
+        if is_new or conversation.turns != turns[: len(conversation.turns)]:
             if len(turns) > 1 and not self.is_replayable:
                 raise EnvironmentFailed(
                     f"the conversation {key} can be continued only by calling its tools again, "
-                    "and they are not replayable; say is_replayable=True if the same calls give "
-                    "the same results, or begin a new run"
+                    "and they are not replayable; set is_replayable=True if the same calls give "
+                    "the same results, or start a new run"
                 )
-            talk.clear()
+            conversation.clear()
             is_new = True
         before = list(trajectory.prompt.tokens)
         replies = trajectory.replies
-        said = []
+        messages = []
         for number, turn in enumerate(turns):
-            if number >= len(talk.turns):
-                said.append(self.rules.parse(turn, before, talk.name))
+            if number >= len(conversation.turns):
+                messages.append(self.rules.parse(turn, before, conversation.name))
             before = [*before, *turn, *(replies[number] if number < len(replies) else ())]
-        return _Job(trajectory, talk, turns, said, is_reset=is_new)
+        return _Job(trajectory, conversation, turns, messages, is_reset=is_new)
 
     def _replied(self, job: _Job, results: list[Results]) -> Trajectory:
-        trajectory, talk = job.trajectory, job.talk
+        trajectory, conversation = job.trajectory, job.conversation
         self._jobs.pop(trajectory.key, None)
         kept = trajectory.replies
-        for message, made in zip(job.said, results, strict=True):
-            number = len(talk.turns)
-            talk.turns.append(job.turns[number])
-            talk.messages.append(message)
-            reply = self._reply(trajectory, talk, made)
+        for message, made in zip(job.messages, results, strict=True):
+            number = len(conversation.turns)
+            conversation.turns.append(job.turns[number])
+            conversation.messages.append(message)
+            reply = self._reply(trajectory, conversation, made)
             if number < len(kept) and reply != kept[number]:
                 raise EnvironmentFailed(
-                    f"the environment of prompt {trajectory.prompt.id} says that it is "
-                    f"replayable, but its reply to turn {number + 1} was another one the second "
+                    f"the environment of prompt {trajectory.prompt.id} has is_replayable = "
+                    f"True, but its reply to turn {number + 1} was another one the second "
                     "time; make it deterministic, or set is_replayable to False"
                 )
-        if talk.is_over:
+        if conversation.is_over:
             is_stopped = trajectory.segments[-1].tokens[-1] in self.rules.stop_tokens
             return trajectory.finished("stop" if is_stopped else "length")
-        return replace(trajectory, given=tuple(talk.replies[-1]))
+        return replace(trajectory, given=tuple(conversation.replies[-1]))
 
-    def _reply(self, trajectory: Trajectory, talk: Talk, made: Results) -> list[int] | None:
-        """Take the results of a turn into the conversation; `None` if it ends here."""
-        talk.calls += len(made)
-        talk.failures += sum(isinstance(result, _Failed) for _, result in made)
-        said = [_tool_message(name, result) for name, result in made]
-        if said:
-            reply = self.rules.suffix(said)
-            spoken = sum(map(len, (*talk.turns, *talk.replies, reply)))
+    def _reply(
+        self, trajectory: Trajectory, conversation: Conversation, made: Results
+    ) -> list[int] | None:
+        """Add the results of a turn to the conversation; `None` if it ends here."""
+        conversation.calls += len(made)
+        conversation.failures += sum(isinstance(result, _Failed) for _, result in made)
+        messages = [_tool_message(name, result) for name, result in made]
+        if messages:
+            reply = self.rules.suffix(messages)
+            num_tokens = sum(map(len, (*conversation.turns, *conversation.replies, reply)))
             fits = (
-                spoken < self.rules.max_response_tokens  # one more token is to come
-                and len(trajectory.prompt.tokens) + spoken < self.rules.max_context
+                num_tokens < self.rules.max_response_tokens  # one more token is to come
+                and len(trajectory.prompt.tokens) + num_tokens < self.rules.max_context
             )
             if fits:
-                talk.messages += said
-                talk.replies.append(reply)
+                conversation.messages += messages
+                conversation.replies.append(reply)
                 return reply
-        talk.is_over = True
+        conversation.is_over = True
         return None
 
     # In a thread.
 
     def _run(self, job: _Job, row: Row) -> list[Results]:
-        talk = job.talk
-        if job.is_reset and talk.environment is not None:
-            talk.observation = _reset(talk.environment, row, is_named=talk.name is not None)
-        known = {tool.__name__: tool for tool in (*self._tools, *_methods(talk.environment))}
-        first = len(talk.turns)
+        name, environment = job.conversation.name, job.conversation.environment
+        if job.is_reset and environment is not None:
+            job.conversation.observation = _reset(environment, row, is_named=name is not None)
+        known = {tool.__name__: tool for tool in (*self._tools, *_methods(environment))}
+        first = len(job.conversation.turns)
         found = []
-        for number, message in enumerate(job.said, start=first):
+        for number, message in enumerate(job.messages, start=first):
             calls = message.get("tool_calls") or []
             is_made = bool(calls) and number < self.rules.max_iterations
             found.append(self._called(known, calls) if is_made else [])
         return found
 
     def _called(self, known: Mapping[str, Tool], calls: Sequence[Mapping[str, Any]]) -> Results:
-        """What the calls of one turn give, those of coroutines after the others, as in TRL."""
+        """The results of the calls of one turn, those of coroutines last, as in TRL."""
         made: Results = []
         later: Results = []
         for call in calls:
@@ -307,14 +309,14 @@ class ToolConversations:
         with self._changed:
             if not job.is_cancelled:
                 self._done.append((job, results))
-            elif job.talk.environment is not None:
-                self._free[job.talk.name].append(job.talk.environment)
+            elif job.conversation.environment is not None:
+                self._free[job.conversation.name].append(job.conversation.environment)
             self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A call that failed, as TRL words it for the policy."""
+    """A call that failed; its text is TRL's."""
 
     error: str
 
@@ -323,7 +325,7 @@ class _Failed:
 
 
 def _reset(environment: Any, row: Row, *, is_named: bool) -> str | None:  # noqa: ANN401
-    """What an environment says when it begins; with several, `environment` is not its column."""
+    """Reset an environment; returns its text. With several, it does not get `environment`."""
     given = {k: v for k, v in row.items() if not (is_named and k == "environment")}
     observation = environment.reset(**given)
     if observation is not None and not isinstance(observation, str):

@@ -33,8 +33,8 @@ from sortedrl.core.buffer import Buffer
 from sortedrl.core.buffer_file import load_buffer, save_buffer
 from sortedrl.core.clock import WallClock
 from sortedrl.core.events import Event, EventFile, Finish, Interrupt, Start, Update, read_events
-from sortedrl.core.files import MetricsFile, Value, refuse_foreign, write_whole
-from sortedrl.core.meter import Meter, numbers
+from sortedrl.core.files import MetricsFile, refuse_foreign, write_whole
+from sortedrl.core.meter import Meter, numbers, update_row
 from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal, JournalState
 from sortedrl.core.scheduler import Scheduler
@@ -143,7 +143,7 @@ class LengthWindow:
         self._trained: deque[int] = deque(maxlen=_WINDOW)
 
     def __call__(self, event: Event) -> None:
-        """Take in the next event."""
+        """Count an event."""
         if isinstance(event, Start):
             key = (event.prompt, event.sample)
             if self._attempts.get(key, event.attempt) != event.attempt and key in self._last:
@@ -181,7 +181,7 @@ class RankPlace:
 
     @property
     def events(self) -> Path:
-        """Everything that happened on this rank; that of rank 0 is what `sortedrl report` reads."""
+        """The events of this rank; `sortedrl report` reads those of rank 0."""
         name = "events.jsonl" if self.rank == 0 else f"events-rank-{self.rank}.jsonl"
         return self.folder / name
 
@@ -191,7 +191,7 @@ class RankPlace:
         return self.folder / "metrics.jsonl" if self.rank == 0 else None
 
     def state(self, checkpoint: Path, rank: int | None = None) -> Path:
-        """The state of a rank in a checkpoint; its buffer lies beside it."""
+        """The state of a rank in a checkpoint; its buffer is next to it."""
         return checkpoint / _FOLDER / f"rank-{self.rank if rank is None else rank}.json"
 
     def is_complete(self, checkpoint: Path) -> bool:
@@ -216,7 +216,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What a checkpoint says about one rank."""
+    """The state of one rank in a checkpoint."""
 
     path: Path
     state: Mapping[str, Any]
@@ -242,7 +242,7 @@ class Saved:
             if self.state[name] != value:
                 raise CheckpointError(
                     f"a run is resumed with the settings it was saved under; {name} was "
-                    f"{self.state[name]!r}, is {value!r}; set it back, or start a new run with "
+                    f"{self.state[name]!r}, is {value!r}; restore it, or start a new run with "
                     f"the model {self.path.parent.parent}"
                 )
 
@@ -336,20 +336,17 @@ class Rollouts:
         if self._conversations is not None:
             for over in self._batch.trajectories:
                 self._conversations.cancel(over)
-        figures, run = self.meter.window(), self.meter.run
+        figures = self.meter.window()
         known = [reward for reward in rewards if reward is not None]
-        row: dict[str, Value] = {
-            "update": update,
-            "version": self.scheduler.version,
-            "total/seconds": self.clock.seconds(),
-            "total/samples": run.trajectories,
-            "total/trained_tokens": run.ledger.trained,
-            "total/decoded_tokens": run.ledger.decoded,
-            **{f"rollout/{name}": value for name, value in numbers(figures).items()},
-            "reward/mean": sum(known) / len(known) if known else None,
-        }
+        totals = update_row(
+            update=update,
+            version=self.scheduler.version,
+            seconds=self.clock.seconds(),
+            run=self.meter.run,
+            window=figures,
+        )
         if self._metrics is not None:
-            self._metrics(row)
+            self._metrics({**totals, "reward/mean": sum(known) / len(known) if known else None})
         return {**numbers(figures), "length_bias": self._lengths.bias}
 
     def save(self, checkpoint: Path) -> None:
@@ -372,7 +369,7 @@ class Rollouts:
 
     @property
     def identity(self) -> dict[str, object]:
-        """What a resumed run must find again."""
+        """What must be the same when the run is resumed."""
         return identity_of(self._schedule, self.prompts, self._place, seed=self._seed)
 
     def close(self) -> None:
@@ -437,7 +434,7 @@ class Rollouts:
 def identity_of(
     schedule: Schedule, prompts: DatasetPrompts, place: RankPlace, *, seed: int
 ) -> dict[str, object]:
-    """What makes two runs the same one: format, ranks, seed, schedule and data."""
+    """What identifies a run: format, ranks, seed, schedule and data."""
     return {
         "format": _FORMAT,
         "world": place.world,

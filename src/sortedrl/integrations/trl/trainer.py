@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import (
-    PreTrainedModel,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -46,19 +45,10 @@ from sortedrl.core.clock import WallClock
 from sortedrl.core.files import write_whole
 from sortedrl.core.randomness import mix
 from sortedrl.engines.generation import RolloutEngine, run_to_end
-from sortedrl.engines.native import NativeEngine
-from sortedrl.engines.streaming.backend import ServerRequirements
-from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 from sortedrl.environments.adapters import is_declared_replayable
 from sortedrl.errors import ConfigError
-from sortedrl.integrations.trl.conversations import Talk, ToolConversations, ToolRules
-from sortedrl.integrations.trl.engines import (
-    base_model,
-    cache_bytes,
-    cast_copy,
-    connected_server,
-    plain_weights,
-)
+from sortedrl.integrations.trl.conversations import Conversation, ToolConversations, ToolRules
+from sortedrl.integrations.trl.engines import EngineFactory, TrainerEngine
 from sortedrl.integrations.trl.rollouts import (
     DatasetPrompts,
     RankPlace,
@@ -67,10 +57,8 @@ from sortedrl.integrations.trl.rollouts import (
     identity_of,
 )
 from sortedrl.integrations.trl.settings import sampling_of, schedule_for
-from sortedrl.types import Prompt, TrainBatch, Trajectory, Weights
+from sortedrl.types import Prompt, TrainBatch, Trajectory
 
-EngineFactory = Callable[[PreTrainedModel], RolloutEngine]
-"""Makes an engine on the model whose weights it is to generate with."""
 _EVALUATION = 0x6576616C
 _SUMMED = ("goodput", "throughput", "discarded_tokens")
 _AVERAGED = ("bubble", "mean_staleness", "length_bias")
@@ -80,18 +68,18 @@ _PROBED_ROWS = 8
 
 
 class _OpenedAlready:
-    """Stands for an environment whose conversation is over, where TRL would reset it."""
+    """Takes the place of an environment whose conversation is over, where TRL would reset it."""
 
     def __init__(self, observation: str | None) -> None:
         self._observation = observation
 
     def reset(self, **row: object) -> str | None:
-        """What the environment said when it was reset."""
+        """The text of the environment's own reset."""
         return self._observation
 
 
 class _StepEnd(TrainerCallback):
-    """Tells the trainer that TRL's optimiser step is done, before anything is logged or saved."""
+    """Calls the trainer after TRL's optimiser step, before anything is logged or saved."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
@@ -118,8 +106,8 @@ class SortedGRPOTrainer(GRPOTrainer):
     The methods of environments run in `tool_threads` threads, those of one object never at the
     same time. At most `max_open` conversations are begun at a time, which bounds the live
     environments; with as many as slots, a conversation keeps its slot while it waits for a tool.
-    `is_replayable` says whether the same tool calls give the same results again, by
-    default what the classes of the environments say.
+    `is_replayable`: the same tool calls give the same results again; by default
+    the attribute of the environments' classes.
     """
 
     _tag_names = ["trl", "grpo", "sortedrl"]  # noqa: RUF012  as TRL declares it
@@ -195,21 +183,24 @@ class SortedGRPOTrainer(GRPOTrainer):
         )
         self.schedule = schedule_for(schedule, self.args, world=self.args.world_size)
         self._refuse_setup()
-        self._make_engine = engine
-        self._slots = self.schedule.update_batch if slots is None else slots
-        self._sampling = sampling_of(self.args, stop_tokens=self.eos_token_ids)
         self._tool_threads = tool_threads
         self._max_open = max_open
-        self._talks: list[Talk] = []
+        self._live: list[Conversation] = []
         self._conversations: ToolConversations | None = None
-        self._is_replayable = self._says_replayable() if is_replayable is None else is_replayable
+        self._is_replayable = (
+            self._is_declared_replayable() if is_replayable is None else is_replayable
+        )
         self._refuse_mode()
+        sampling = sampling_of(self.args, stop_tokens=self.eos_token_ids)
         if self._has_conversations:
-            limit = self.max_completion_length
-            self._sampling = replace(self._sampling, max_response_tokens=limit)
-        self._engine: RolloutEngine | None = None
-        self._shares_weights = True
-        self._synced_step: int | None = None
+            sampling = replace(sampling, max_response_tokens=self.max_completion_length)
+        self._engine = TrainerEngine(
+            self,
+            make=engine,
+            slots=self.schedule.update_batch if slots is None else slots,
+            sampling=sampling,
+            schedule=self.schedule,
+        )
         self._rollouts: Rollouts | None = None
         self._resume_from: Path | None = None
         self._batch = TrainBatch(0, ())
@@ -230,7 +221,8 @@ class SortedGRPOTrainer(GRPOTrainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(place.newest_checkpoint())
         self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        self._rollouts, self._buffered_inputs, self._synced_step = None, None, None
+        self._rollouts, self._buffered_inputs = None, None
+        self._engine.weights_changed()
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
@@ -263,7 +255,7 @@ class SortedGRPOTrainer(GRPOTrainer):
             return super()._prepare_inputs(generation_batch)
         self._batch = rollouts.next_batch()
         if self._conversations is not None:
-            self._talks = self._conversations.talks(self._batch.trajectories)
+            self._live = self._conversations.live(self._batch.trajectories)
         rows = [rollouts.prompts.row_of(t.prompt) for t in self._batch.trajectories]
         inputs = super()._prepare_inputs(rows)
         if self._may_regroup:
@@ -330,15 +322,15 @@ class SortedGRPOTrainer(GRPOTrainer):
             require(
                 [list(t.prompt.tokens) for t in answers] == list(map(list, prompt_ids)),
                 "the same row must give the same prompt, but TRL made another one of it; reset() "
-                "of an environment must say the same whenever it is given the same row",
+                "of an environment must return the same whenever it is given the same row",
             )
         else:
             answers = self._evaluated(prompt_ids)
         if self.model.training and self._conversations is not None:
             if self.environment_factories is not None:
-                self.environments = [talk.environment for talk in self._talks]
+                self.environments = [conversation.environment for conversation in self._live]
             # The first turns only: TRL parses them, and then asks for the rest.
-            firsts = [talk.turns[0] for talk in self._talks]
+            firsts = [conversation.turns[0] for conversation in self._live]
             pairs = zip(firsts, answers, strict=True)
             return firsts, [t.logprobs[: len(turn)] for turn, t in pairs]
         return [t.tokens for t in answers], [t.logprobs for t in answers]
@@ -353,7 +345,7 @@ class SortedGRPOTrainer(GRPOTrainer):
         images: Any,  # noqa: ANN401
         multimodal_fields: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """The conversations that were held; an evaluation is TRL's own loop on our engine."""
+        """The finished conversations; an evaluation is TRL's own loop on our engine."""
         if not self.model.training:
             return super()._tool_call_loop(
                 prompts,
@@ -364,14 +356,14 @@ class SortedGRPOTrainer(GRPOTrainer):
                 images,
                 multimodal_fields,
             )
-        answers, talks = self._batch.trajectories, self._talks
+        answers, talks = self._batch.trajectories, self._live
         return (
             [t.loss_mask for t in answers],
-            [list(talk.messages) for talk in talks],
+            [list(conversation.messages) for conversation in talks],
             [t.response for t in answers],
             [_logprobs_of_all(t) for t in answers],
-            sum(talk.calls for talk in talks),
-            sum(talk.failures for talk in talks),
+            sum(conversation.calls for conversation in talks),
+            sum(conversation.failures for conversation in talks),
             [[] for _ in answers],
         )
 
@@ -387,14 +379,14 @@ class SortedGRPOTrainer(GRPOTrainer):
 
     @contextmanager
     def _opened_already(self, inputs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        """Inside, TRL draws environments that say again what they said, and are not reset."""
+        """Inside, TRL gets environments that repeat the text of their reset, and are not reset."""
         if not self.model.training or self.environment_factories is None:
             yield
             return
         own = self._environment_pool
         drawn: dict[str | None, list[_OpenedAlready]] = {name: [] for name in own}
-        for row, talk in zip(inputs, self._talks, strict=True):
-            drawn[self._environment_name(row)].append(_OpenedAlready(talk.observation))
+        for row, conversation in zip(inputs, self._live, strict=True):
+            drawn[self._environment_name(row)].append(_OpenedAlready(conversation.observation))
         self._environment_pool = drawn
         try:
             yield
@@ -468,7 +460,7 @@ class SortedGRPOTrainer(GRPOTrainer):
         if self._resume_from is not None:
             saved = Saved.read(place.state(self._resume_from))
             saved.refuse_others(identity_of(schedule, prompts, place, seed=seed))
-            self._refuse_begun(saved)
+            self._refuse_unreplayable(saved)
             prompts.position = saved.state["position"]
         place.folder.mkdir(parents=True, exist_ok=True)
         engine = self._opened_engine(prompts)
@@ -481,8 +473,8 @@ class SortedGRPOTrainer(GRPOTrainer):
             engine=engine,
             prompts=prompts,
             place=place,
-            submit=self._submit,
-            sync=self._sync_engine,
+            submit=self._engine.submit,
+            sync=self._engine.sync,
             seed=seed,
             saved=saved,
             is_cut=self._is_batch_cut,
@@ -534,8 +526,8 @@ class SortedGRPOTrainer(GRPOTrainer):
     def _has_conversations(self) -> bool:
         return bool(self.tools) or self.environment_factories is not None
 
-    def _says_replayable(self) -> bool:
-        """Whether all environments say so; nothing is known about tools without one."""
+    def _is_declared_replayable(self) -> bool:
+        """Whether all environments declare it; tools without an environment cannot."""
         if self.environment_factories is None:
             return False
         probes = [instances[0] for instances in self._environment_pool.values()]
@@ -549,13 +541,13 @@ class SortedGRPOTrainer(GRPOTrainer):
             or schedule.mode != "coupled"
             or schedule.never_interrupts,
             "mode 'coupled' verifies turns and makes their tool calls again, but the environments "
-            "do not say that they are replayable; set is_replayable = True on their classes (or "
+            "are not declared replayable; set is_replayable = True on their classes (or "
             "is_replayable=True here) if the same calls give the same results, or set mode "
             "'partial', 'redraw' or 'on_policy'",
         )
 
-    def _refuse_begun(self, saved: Saved) -> None:
-        """Refuse conversations that were begun and cannot be held again."""
+    def _refuse_unreplayable(self, saved: Saved) -> None:
+        """Refuse conversations in progress that cannot be replayed."""
         if not self._has_conversations or self._is_replayable:
             return
         state = saved.buffer.state()
@@ -608,8 +600,10 @@ class SortedGRPOTrainer(GRPOTrainer):
     def _tokenized(self, rows: list[Mapping[str, Any]]) -> Sequence[Sequence[int]]:
         if self._has_conversations and self._conversations is None:
             self._open_conversations()
-        talk = self._conversations
-        prompts = [row["prompt"] if talk is None else talk.prompt_of(row) for row in rows]
+        conversation = self._conversations
+        prompts = [
+            row["prompt"] if conversation is None else conversation.prompt_of(row) for row in rows
+        ]
         if self.environment_factories is not None:
             self._batch_environments = [self._environment_name(row) for row in rows]
         ids, _, _ = self._tokenize_prompts(prompts)
@@ -617,91 +611,8 @@ class SortedGRPOTrainer(GRPOTrainer):
         return tokens
 
     def _opened_engine(self, prompts: DatasetPrompts) -> RolloutEngine:
-        """The engine, made when it is first needed: only then is the model in its place."""
-        if self._engine is not None:
-            return self._engine
-        if self.use_vllm:
-            self._engine = self._server_engine(prompts)
-            return self._engine
-        base = base_model(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
-        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
-            self.accelerator.mixed_precision, base.dtype
-        )
-        # Under autocast the weights are cast in every pass: the engine has a copy that is cast.
-        self._shares_weights = autocast == base.dtype
-        own = base if self._shares_weights else cast_copy(base, autocast)
-        if self._make_engine is not None:
-            self._engine = self._make_engine(own)
-        else:
-            self._engine = NativeEngine(
-                own,
-                slots=self._slots,
-                max_tokens=self.max_completion_length,
-                sampling=self._sampling,
-                cache_bytes=cache_bytes(
-                    own,
-                    slots=self._slots,
-                    tokens=self._longest(prompts) + self.max_completion_length,
-                    trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
-                ),
-            )
-        mode = self.schedule.mode
-        cannot_verify = any(limits.no_verification for limits in self._engine.request_limits)
-        require(
-            not cannot_verify
-            or mode not in ("coupled", "redraw")
-            or self.schedule.never_interrupts,
-            f"mode {mode!r} needs the native engine, got {self._engine.name}; set mode 'partial' "
-            "or 'on_policy', or leave engine out",
-        )
-        return self._engine
-
-    def _server_engine(self, prompts: DatasetPrompts) -> StreamedEngine:
-        args, config = self.args, self.model.config.get_text_config()
-        url = args.vllm_server_base_url or (
-            f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        )
-        longest = self._longest(prompts) + self.max_completion_length
-        required = ServerRequirements(
-            vocabulary=config.vocab_size,
-            context=min(config.max_position_embeddings, longest),
-            temperature=args.temperature,
-        )
-        return StreamedEngine(
-            lambda: connected_server(
-                url,
-                required,
-                world=self.accelerator.num_processes,
-                folder=Path(args.output_dir),
-            ),
-            max_tokens=self.max_completion_length,
-            stop_tokens=self.eos_token_ids,
-            sampling=self._sampling,
-        )
-
-    def _longest(self, prompts: DatasetPrompts) -> int:
-        if self.environment_factories is None:
-            return prompts.longest()
-        return prompts.longest(sampled_rows=_PROBED_ROWS)
-
-    def _sync_engine(self, version: int) -> None:
-        """Give the engine the present weights, unless it has them."""
-        engine = self._engine
-        assert engine is not None, "the engine is opened with the first batch"
-        if self._synced_step == self.state.global_step and engine.version == version:
-            return
-        if self.use_vllm:
-            self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
-        tensors = None
-        if not (self._shares_weights or self.use_vllm):
-            tensors = plain_weights(base_model(self.accelerator.unwrap_model(self.model)))
-        engine.load_weights(Weights(version, tensors))
-        self._synced_step = self.state.global_step
-
-    def _submit(self, trajectories: Sequence[Trajectory], tolerance: float | None) -> None:
-        assert self._engine is not None, "the engine is opened with the first batch"
-        self._engine.submit(trajectories, tolerance=tolerance, sampling=self._sampling)
+        sampled = {} if self.environment_factories is None else {"sampled_rows": _PROBED_ROWS}
+        return self._engine.opened(lambda: prompts.longest(**sampled))
 
     def _evaluated(self, prompt_ids: Sequence[Sequence[int]]) -> list[Trajectory]:
         """Complete answers to the prompts of one evaluation batch."""
@@ -712,7 +623,7 @@ class SortedGRPOTrainer(GRPOTrainer):
         engine = self._opened_engine(rows)
         self._batch_environments = drawn  # an engine that is opened here has probed other rows
         version = 0 if self._rollouts is None else self._rollouts.scheduler.version
-        self._sync_engine(version)
+        self._engine.sync(version)
         number, self._eval_batches = self._eval_batches, self._eval_batches + 1
         key = (self.args.seed, _EVALUATION, self.accelerator.process_index, number)
         fresh = [
@@ -724,7 +635,7 @@ class SortedGRPOTrainer(GRPOTrainer):
             )
             for index, tokens in enumerate(prompt_ids)
         ]
-        self._submit(fresh, None)
+        self._engine.submit(fresh, None)
         return run_to_end(engine, [t.key for t in fresh], show_progress=False)
 
 

@@ -4,7 +4,7 @@
     sample           wait for train_batch_size prompts                       SortedReplayBuffer
     on_sample_end    abort what runs, free the GPUs                          verl
     ...              log-probabilities, advantages, update                   verl
-    on_step_end      new weights, generation goes on                         verl
+    on_step_end      new weights, generation continues                       verl
 
 Prompts are numbered in the order of the data, and `group_prompts` consecutive ones are a group. A
 group is due when the oldest one that is not completely trained is at most `lookahead` before it.
@@ -20,7 +20,7 @@ Where the run stands follows from the step and from TransferQueue, which verl sa
 state of ours to save.
 
 In mode `partial` verl's own client resumes an interrupted answer where it stood. In the on-policy
-modes `RestartingClient` asks again for it, and `SeededAgentLoop` gives every answer a seed, so that
+modes `RestartingClient` requests it again, and `SeededAgentLoop` gives every answer a seed, so that
 in mode `redraw` the same answer comes back as far as the old and the new weights agree.
 """
 
@@ -164,7 +164,7 @@ class SortedReplayBuffer(ReplayBufferAsync):
             if count > _MAX_FAILURES:
                 raise TrainingError(
                     f"prompt {uid} (number {self._numbers[uid]} of the data) failed {count} times; "
-                    "the logs of the agent loop workers say why"
+                    "see the logs of the agent loop workers"
                 )
 
 
@@ -285,7 +285,7 @@ class SortedTrainer(PPOTrainerColocateAsync):
         )
 
     def get_llm_client(self) -> Any:  # noqa: ANN401
-        """The client that does with an aborted answer what the mode says."""
+        """The client that handles an aborted answer according to the mode."""
         if self.schedule.keeps_stale_tokens:
             return super().get_llm_client()
         return self.llm_server_manager.get_client(client_cls=RestartingClient)
@@ -345,7 +345,7 @@ class SortedTrainer(PPOTrainerColocateAsync):
 
 
 class RestartingClient(LLMServerClient):
-    """A client that asks again for an aborted answer, from its prompt and with the same seed."""
+    """A client that requests an aborted answer again, from its prompt and with the same seed."""
 
     async def generate(
         self,

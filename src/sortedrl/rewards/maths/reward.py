@@ -184,8 +184,8 @@ def _rules(prompt: Prompt, *, relative_error: float, allow_unevaluated: bool) ->
 
 def _question(prompt: Prompt) -> str:
     """The text of all user messages."""
-    asked = prompt.fields.get("prompt")
-    if isinstance(asked, Sequence) and not isinstance(asked, str):
-        messages = [one for one in asked if isinstance(one, Mapping) and one.get("role") == "user"]
-        asked = "\n".join(str(message.get("content")) for message in messages)
-    return asked if isinstance(asked, str) else ""
+    text = prompt.fields.get("prompt")
+    if isinstance(text, Sequence) and not isinstance(text, str):
+        messages = [one for one in text if isinstance(one, Mapping) and one.get("role") == "user"]
+        text = "\n".join(str(message.get("content")) for message in messages)
+    return text if isinstance(text, str) else ""

@@ -19,7 +19,7 @@ from typing import Self
 from sortedrl.config.data import RewardSettings
 from sortedrl.errors import RewardError
 from sortedrl.rewards.functions import RewardSource
-from sortedrl.rewards.pool.process import Loading, Supervisor
+from sortedrl.rewards.pool.process import Supervisor
 from sortedrl.rewards.pool.score import Call, CallResult, Failure, Score
 from sortedrl.rewards.pool.workers import WorkerGroup, WorkerStats
 from sortedrl.types import Key, Prompt, Scoring, Trajectory
@@ -60,7 +60,7 @@ class RewardPool:
         self._folder = folder
         self._supervisor = Supervisor(self._supervise, name="rewards", failure=RewardError)
         self._changed = self._supervisor.changed
-        self._news: deque[Call | int | tuple[int, ...]] = deque()
+        self._requests: deque[Call | int | tuple[int, ...]] = deque()
         self._results: dict[int, CallResult] = {}
         self._open: dict[int, Call] = {}
         self._next_ticket = 0
@@ -86,7 +86,7 @@ class RewardPool:
             self._next_ticket += 1
             call = Call(ticket, prompt, sample_index, response)
             self._open[ticket] = call
-            self._news.append(call)
+            self._requests.append(call)
         self._supervisor.wake()
         return ticket
 
@@ -96,7 +96,7 @@ class RewardPool:
             self._results.pop(ticket, None)
             if self._open.pop(ticket, None) is None:
                 return
-            self._news.append(ticket)
+            self._requests.append(ticket)
         self._supervisor.wake()
 
     def completed(self) -> list[CallResult]:
@@ -114,7 +114,7 @@ class RewardPool:
             if unknown:
                 raise ValueError(f"tickets {unknown} were cancelled, returned, or never submitted")
             if self._open.keys() - set(tickets):
-                self._news.append(tuple(tickets))
+                self._requests.append(tuple(tickets))
                 self._supervisor.wake()
             self._changed.wait_for(
                 lambda: (
@@ -171,7 +171,7 @@ class RewardPool:
         score = Score(self.failure_reward) if self.settings.on_failure == "score" else None
         self._done(call, score, seconds=seconds, failure=failure)
 
-    def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
+    def function_failed(self, calls: Sequence[Call], *, message: str, is_exception: bool) -> None:
         """Stop the run: the function raised an exception or returned an invalid score."""
         if self._supervisor.error is not None:
             return
@@ -179,12 +179,12 @@ class RewardPool:
         names = ", ".join(call.name for call in calls[:_SHOWN_ANSWERS])
         hidden = len(calls) - _SHOWN_ANSWERS
         more = (f" and {hidden} more" if hidden > 0 else "") + (" in one batch" * (len(calls) > 1))
-        saved = self._write_error(calls, words)
+        saved = self._write_error(calls, message)
         what = "raised" if is_exception else "gave no reward"
         self._supervisor.stop(
             RewardError(
                 f"the reward {self._source.function!r} {what} for {names}{more} ({saved}):\n"
-                f"{words.rstrip()}\n"
+                f"{message.rstrip()}\n"
                 f"The response to prompt {call.prompt.id} begins "
                 f"{call.response[:_SHOWN_CHARACTERS]!r}",
                 prompt_id=call.prompt.id,
@@ -209,31 +209,29 @@ class RewardPool:
                 self._changed.notify_all()
 
     def _supervise(self) -> None:
-        loading = Loading("reward", self._source, RewardError)
-        group = WorkerGroup(loading, self.settings, self)
+        group = WorkerGroup(self._source, self.settings, self)
         self.stats.workers = group.stats
         try:
-            group.start()
             while self._supervisor.is_running:
-                group.turn(self._supervisor.wait)
-                self._take_news(group)
+                group.step(self._supervisor.wait)
+                self._apply_requests(group)
                 if not self._is_ready and group.is_ready:
                     self._lowest = group.lowest
                     with self._changed:
                         self._is_ready = True
                         self._changed.notify_all()
         finally:
-            group.end()
+            group.close()
 
-    def _take_news(self, group: WorkerGroup) -> None:
-        while self._news:
-            news = self._news.popleft()
-            if isinstance(news, Call):
-                group.take_on(news)
-            elif isinstance(news, tuple):
-                group.hurry(news)
+    def _apply_requests(self, group: WorkerGroup) -> None:
+        while self._requests:
+            request = self._requests.popleft()
+            if isinstance(request, Call):
+                group.add(request)
+            elif isinstance(request, tuple):
+                group.prioritise(request)
             else:
-                group.cancel(news)
+                group.cancel(request)
 
     def _consequence(self) -> str:
         if self.settings.on_failure == "skip":
@@ -252,11 +250,11 @@ class RewardPool:
             with (self._folder / "reward-failures.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"failure": failure, **_described(call)}) + "\n")
 
-    def _write_error(self, calls: Sequence[Call], words: str) -> str:
+    def _write_error(self, calls: Sequence[Call], message: str) -> str:
         if self._folder is None:
             return "the exception holds the response"
         path = self._folder / "reward-error.json"
-        content = {"error": words, "answers": [_described(call) for call in calls]}
+        content = {"error": message, "answers": [_described(call) for call in calls]}
         path.write_text(json.dumps(content, indent=2), encoding="utf-8")
         return f"prompt and response are in {path}"
 

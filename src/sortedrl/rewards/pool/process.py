@@ -1,11 +1,12 @@
 """Worker processes of the pools of rewards and of environments, and the thread that runs them.
 
     caller --wake--> Supervisor thread --Setup, work--> WorkerProcess (its own process group)
-       ^                    |          <--Ready or Refused, results--
+       ^                    |          <--ready or Refused, results--
        +---- `changed` -----+
 
-Messages are Python objects of ours, over a socket. All processes that a worker starts are tracked
-and killed with it:
+A pool has one `Supervisor`, and in its thread one `Workers`, which starts, limits and replaces the
+processes; the calls and their results are the pool's own. Messages are Python objects of ours, over
+a socket. All processes that a worker starts are tracked and killed with it:
 
     pool ── guard ── worker ── what the reward starts
                └──── what it leaves behind: daemons, processes in sessions of their own
@@ -37,7 +38,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from sortedrl.errors import ConfigError, SortedRLError
 from sortedrl.rewards.functions import RewardSource
@@ -184,8 +185,8 @@ def _descendants(root: int) -> Iterator[int]:
 def children_of(pid: int) -> list[int]:
     """The children of all threads of a process."""
     if not _LISTS_CHILDREN:
-        everybody = (int(path.name) for path in _PROC.glob("[0-9]*"))
-        return [child for child in everybody if _stat(child)[1:2] == [str(pid)]]
+        pids = (int(path.name) for path in _PROC.glob("[0-9]*"))
+        return [child for child in pids if _stat(child)[1:2] == [str(pid)]]
     children: list[int] = []
     with suppress(OSError):
         for task in (_PROC / str(pid) / "task").iterdir():
@@ -239,11 +240,12 @@ def _data_bytes() -> Iterator[int]:
 _SEND_SECONDS = 5
 _END_SECONDS = 5.0
 _BOOT = "import sys; sys.path[:] = {path!r}; from {module} import main; main({socket})"
-LOAD_SECONDS = 300.0
-"""How long a worker may take to load the user's module."""
-MEASURE_SECONDS = 0.2
-"""How often the memory of busy workers is measured."""
+_LOAD_SECONDS = 300.0
+_MEASURE_SECONDS = 0.2
+_GIB = 1 << 30
 T = TypeVar("T")
+Wait = Callable[[Iterable[Connection], float | None], Sequence[Connection]]
+"""Waits for one of these to have a message, at most so many seconds; returns those that have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,13 @@ class Refused:
     is_setting: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """In place of a message: the process has ended."""
+
+    status: int
+
+
 class WorkerLostError(Exception):
     """The process has ended, or does not receive."""
 
@@ -276,9 +285,16 @@ class WorkerProcess:
     """The worker, or its guard."""
     connection: Connection
     tree: ProcessTree
+    number: int
+    """That of its place in the pool; a replacement has the number of the worker it replaces."""
+    started: float
+    is_ready: bool = False
+    """Whether it has loaded its source."""
+    loaded_bytes: int = 0
+    """Memory in use after loading."""
 
     @classmethod
-    def start(cls, setup: object, *, module: str) -> WorkerProcess:
+    def start(cls, setup: Setup, *, module: str, number: int) -> WorkerProcess:
         """A new process, in its own process group, that runs `main(socket)` of a module.
 
         `setup` is the first message to it.
@@ -299,7 +315,13 @@ class WorkerProcess:
                 start_new_session=True,
                 env=environment,
             )
-        worker = cls(process, Connection(ours.detach()), ProcessTree(process.pid))
+        worker = cls(
+            process,
+            Connection(ours.detach()),
+            ProcessTree(process.pid),
+            number=number,
+            started=time.monotonic(),
+        )
         worker.connection.send(setup)
         return worker
 
@@ -310,29 +332,29 @@ class WorkerProcess:
         except OSError as error:
             raise WorkerLostError from error
 
-    def said(self) -> Sequence[Any]:
-        """All messages received since; raises `WorkerLostError` once it has ended."""
-        heard: list[Any] = []
+    def received(self) -> Sequence[Any]:
+        """All messages since the last call; raises `WorkerLostError` once it has ended."""
+        messages: list[Any] = []
         try:
             while self.connection.poll():
-                heard.append(self.connection.recv())
+                messages.append(self.connection.recv())
         except (EOFError, OSError) as error:
-            if not heard:
+            if not messages:
                 raise WorkerLostError from error
-        return heard
+        return messages
 
-    def memory_bytes(self) -> int:
-        """Memory of the process tree; 0 where this system does not tell."""
-        return self.tree.memory_bytes() if IS_GUARDED else 0
+    def grown_bytes(self) -> int:
+        """Memory of the process tree beyond what loading took; 0 where it is not known."""
+        return self.tree.memory_bytes() - self.loaded_bytes if IS_GUARDED else 0
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close the socket: the guard kills the process tree and exits."""
-        self.memory_bytes()  # the last look at its files in shared memory
+        self.grown_bytes()  # sees its files in shared memory once more
         self.connection.close()
 
     def end(self) -> int:
         """Kill the process tree; returns the exit status."""
-        self.hang_up()
+        self.disconnect()
         if IS_GUARDED:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_END_SECONDS)
@@ -381,10 +403,13 @@ class Supervisor:
         try:
             os.write(self._wake_writer.fileno(), b".")
         except (BlockingIOError, OSError):
-            return  # it is awake, or has ended
+            return  # it is running, or has ended
 
     def wait(self, connections: Iterable[Connection], seconds: float | None) -> list[Connection]:
-        """Wait in the thread for a message, a call of `wake` or the time; returns who has news."""
+        """Wait in the thread for a message, a call of `wake` or the time.
+
+        Returns the connections that have a message.
+        """
         found = wait([self._wake_reader, *connections], seconds)
         while self._wake_reader.poll():
             os.read(self._wake_reader.fileno(), 4096)
@@ -420,28 +445,37 @@ class Supervisor:
             self.stop(broken)
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """What the workers of a pool load: how to set it up, and the errors if that fails."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """The workers of a pool: what they load and run, how many there are, and their limits."""
 
     what: str
     """reward or environment."""
     source: RewardSource
     failure: Callable[[str], SortedRLError]
+    """Makes the error where loading fails."""
+    module: str
+    """Its `main` is the worker's side."""
+    num_workers: int
+    memory_gib: float | None
+    """Of each process tree, beyond what loading took."""
+    time_limit_seconds: float | None = None
+    """Of one call, where the worker itself enforces it."""
 
-    def setup(self, memory_gib: float | None, *, time_limit_seconds: float | None = None) -> Setup:
+    @property
+    def setup(self) -> Setup:
         """The first message to a worker."""
         return Setup(
             replace(self.source, options=dict(self.source.options)),
-            None if memory_gib is None else int(memory_gib * (1 << 30)),
-            time_limit_seconds,
+            None if self.memory_gib is None else int(self.memory_gib * _GIB),
+            self.time_limit_seconds,
         )
 
-    def refused(self, said: Refused) -> SortedRLError:
+    def refused(self, refused: Refused) -> SortedRLError:
         """The error of a source that cannot be loaded."""
-        if said.is_setting:
-            return ConfigError(said.message)
-        return self.failure(f"the {self._name} cannot be loaded:\n{said.message}")
+        if refused.is_setting:
+            return ConfigError(refused.message)
+        return self.failure(f"the {self._name} cannot be loaded:\n{refused.message}")
 
     def ended(self, status: int) -> SortedRLError:
         """The error of a worker that ended while it loaded."""
@@ -452,16 +486,109 @@ class Loading:
 
     def overdue(self) -> SortedRLError:
         """The error of a worker that has not loaded in time."""
-        return self.failure(f"the {self._name} took more than {LOAD_SECONDS:.0f} seconds to load")
+        return self.failure(f"the {self._name} took more than {_LOAD_SECONDS:.0f} seconds to load")
 
     @property
     def _name(self) -> str:
         return f"{self.what} {self.source.function!r}"
 
 
+class Worker(Protocol):
+    """What a pool keeps of one worker, with its process."""
+
+    @property
+    def process(self) -> WorkerProcess:
+        """The process."""
+
+
+W = TypeVar("W", bound=Worker)
+
+
+class Workers(Generic[W]):
+    """The worker processes of a pool: started, received from, limited and replaced; in one thread.
+
+    The first message of a worker says that it has loaded its source.
+    """
+
+    def __init__(self, settings: WorkerSettings, worker: Callable[[WorkerProcess], W]) -> None:
+        """None is started yet; `worker` makes what the pool keeps of a new process."""
+        self._settings = settings
+        self._worker = worker
+        self._workers: dict[int, W] = {}
+        self._next_measure = 0.0
+
+    def __iter__(self) -> Iterator[W]:
+        """Those that are alive, by number; they may be ended meanwhile."""
+        return iter([self._workers[number] for number in sorted(self._workers)])
+
+    def start_missing(self) -> int:
+        """Start workers until there are as many as there should be; returns how many."""
+        missing = sorted(set(range(self._settings.num_workers)) - self._workers.keys())
+        for number in missing:
+            process = WorkerProcess.start(
+                self._settings.setup, module=self._settings.module, number=number
+            )
+            self._workers[number] = self._worker(process)
+        return len(missing)
+
+    def receive(self, wait: Wait, *, limits: Sequence[float]) -> Iterator[tuple[W, Any]]:
+        """The workers that have sent something, with each message; `Lost` for one that has ended.
+
+        Waits for a message, or until the earliest of the pool's own time limits: it has some
+        whenever a worker is busy. Raises where a worker cannot load its source, or not in time.
+        """
+        times = [*limits]
+        if limits and self._settings.memory_gib is not None:
+            times.append(self._next_measure)
+        times += [w.process.started + _LOAD_SECONDS for w in self if not w.process.is_ready]
+        seconds = max(0.0, min(times) - time.monotonic()) if times else None
+        by_connection = {worker.process.connection: worker for worker in self}
+        for connection in wait(by_connection, seconds):
+            worker = by_connection[connection]
+            try:
+                messages = worker.process.received()
+            except WorkerLostError:
+                status = self.end(worker)
+                if not worker.process.is_ready:
+                    raise self._settings.ended(status) from None
+                yield worker, Lost(status)
+                continue
+            for message in messages:
+                if isinstance(message, Refused):
+                    raise self._settings.refused(message)
+                if not worker.process.is_ready:
+                    worker.process.is_ready = True
+                    if self._settings.memory_gib is not None:
+                        worker.process.loaded_bytes = worker.process.grown_bytes()
+                yield worker, message
+        latest_start = time.monotonic() - _LOAD_SECONDS
+        if any(not w.process.is_ready and w.process.started < latest_start for w in self):
+            raise self._settings.overdue()
+
+    def over_memory_limit(self, workers: Iterable[W]) -> list[W]:
+        """Those of these workers that exceed the memory limit; measured every so often."""
+        limit, now = self._settings.memory_gib, time.monotonic()
+        if limit is None or now < self._next_measure:
+            return []
+        self._next_measure = now + _MEASURE_SECONDS
+        return [worker for worker in workers if worker.process.grown_bytes() > limit * _GIB]
+
+    def end(self, worker: W) -> int:
+        """Kill a worker, which `start_missing` replaces; returns its exit status."""
+        del self._workers[worker.process.number]
+        return worker.process.end()
+
+    def close(self) -> None:
+        """Kill all workers."""
+        for worker in self:
+            worker.process.disconnect()
+        for worker in self:
+            self.end(worker)
+
+
 @dataclass(frozen=True, slots=True)
 class Served(Generic[T]):
-    """A worker that has loaded its source: its end of the socket, and the work that arrives."""
+    """The worker's side once its source is loaded: its end of the socket, and the incoming work."""
 
     connection: Connection
     setup: Setup

@@ -24,22 +24,22 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol
 
 from sortedrl.config.data import RewardSettings
-from sortedrl.rewards.functions import CallStyle, load
+from sortedrl.errors import RewardError
+from sortedrl.rewards.functions import CallStyle, RewardSource, load
 from sortedrl.rewards.pool.process import (
-    LOAD_SECONDS,
-    MEASURE_SECONDS,
-    Loading,
-    Refused,
-    Setup,
+    Lost,
+    Wait,
     WorkerLostError,
     WorkerProcess,
+    Workers,
+    WorkerSettings,
     served,
 )
 from sortedrl.rewards.pool.score import (
@@ -53,10 +53,6 @@ from sortedrl.rewards.pool.score import (
 from sortedrl.types import Prompt
 
 _GRACE_SECONDS = 1.0  # async workers time out their own calls; also for cancelled calls
-_WORKER = "sortedrl.rewards.pool.workers"
-
-Waiting = Callable[[Iterable[Connection], float | None], Sequence[Connection]]
-"""Waits for one of these to send something, at most so many seconds; returns those that did."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,34 +60,17 @@ class RewardWorker:
     """A worker process and the answers it has."""
 
     process: WorkerProcess
-    number: int
-    began: float
-    """When it was started, or got the oldest of its current work."""
+    began: float = 0.0
+    """When it got the oldest of its current work."""
     under_way: list[int] = field(default_factory=list)
     """Tickets of the answers being scored."""
     style: CallStyle | None = None
     """How its function is called; `None` until it is loaded."""
     is_ending: bool = False
     """It ran out of memory and is exiting: it gets no more work."""
-    loaded_bytes: int = 0
-    """Memory in use after loading."""
-
-    @classmethod
-    def start(cls, setup: Setup, *, number: int, now: float) -> RewardWorker:
-        """A new process that loads the function."""
-        return cls(WorkerProcess.start(setup, module=_WORKER), number, began=now)
-
-    @property
-    def connection(self) -> Connection:
-        """Our end of the socket to it."""
-        return self.process.connection
-
-    def grown_bytes(self) -> int:
-        """Memory of the process tree, beyond what loading the function took."""
-        return self.process.memory_bytes() - self.loaded_bytes
 
 
-class Delivery(Protocol):
+class Results(Protocol):
     """Receives the results of the group."""
 
     def scored(self, call: Call, score: Score, *, seconds: float) -> None:
@@ -100,7 +79,7 @@ class Delivery(Protocol):
     def failed(self, call: Call, failure: Failure, *, seconds: float, detail: str) -> None:
         """The call failed."""
 
-    def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
+    def function_failed(self, calls: Sequence[Call], *, message: str, is_exception: bool) -> None:
         """The function raised for one of these, or returned an invalid score."""
 
 
@@ -116,31 +95,36 @@ class WorkerStats:
 class WorkerGroup:
     """Workers, and the calls that wait for them."""
 
-    def __init__(self, loading: Loading, settings: RewardSettings, delivery: Delivery) -> None:
+    def __init__(self, source: RewardSource, settings: RewardSettings, results: Results) -> None:
         """A group without workers yet."""
         self.stats = WorkerStats()
-        self._loading = loading
         self._settings = settings
-        self._delivery = delivery
+        self._results = results
         self._calls: dict[int, Call] = {}
         self._waiting: deque[Call] = deque()
-        self._alone: deque[Call] = deque()
-        self._workers: list[RewardWorker] = []
+        self._retries: deque[Call] = deque()
+        self._workers = Workers(
+            WorkerSettings(
+                what="reward",
+                source=source,
+                failure=RewardError,
+                module=__name__,
+                num_workers=settings.num_workers,
+                memory_gib=settings.memory_gib,
+                time_limit_seconds=settings.time_limit_seconds,
+            ),
+            RewardWorker,
+        )
         self._num_works = 0
-        self._next_measure = 0.0
         self.lowest: float | None = None
         """The lowest reward that the function gives, if known, once it is loaded."""
-
-    def start(self) -> None:
-        """Start the workers; they are not ready yet."""
-        self._fill_up()
 
     @property
     def is_ready(self) -> bool:
         """Whether some worker has loaded the function."""
         return any(worker.style is not None for worker in self._workers)
 
-    def take_on(self, call: Call) -> None:
+    def add(self, call: Call) -> None:
         """Score an answer."""
         self._calls[call.ticket] = call
         self._waiting.append(call)
@@ -151,43 +135,33 @@ class WorkerGroup:
         if call is not None:
             call.is_cancelled = True
 
-    def hurry(self, tickets: Sequence[int]) -> None:
+    def prioritise(self, tickets: Sequence[int]) -> None:
         """Give these priority: a caller is waiting for them."""
         wanted = set(tickets)
         first = [call for call in self._waiting if call.ticket in wanted]
         rest = [call for call in self._waiting if call.ticket not in wanted]
         self._waiting = deque([*first, *rest])
 
-    def turn(self, wait: Waiting) -> None:
+    def step(self, wait: Wait) -> None:
         """Dispatch work, then wait until a message arrives or a limit is reached."""
-        self._hand_out()
-        by_connection = {worker.connection: worker for worker in self._workers}
-        for found in wait(by_connection, self._seconds_to_limit()):
-            self._listen(by_connection[found])
+        self.stats.started += self._workers.start_missing()
+        self._dispatch()
+        for worker, message in self._workers.receive(wait, limits=list(self._limits())):
+            if isinstance(message, Ready):
+                worker.style, self.lowest = message.style, message.lowest
+            elif isinstance(message, Report):
+                self._reported(worker, message)
+            elif isinstance(message, Lost):
+                self._lost(worker, message.status)
         self._enforce_limits()
-        self._fill_up()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill all workers."""
-        for worker in self._workers:
-            worker.process.hang_up()
-        for worker in self._workers:
-            worker.process.end()
-        self._workers = []
+        self._workers.close()
 
-    def _fill_up(self) -> None:
-        setup = self._loading.setup(
-            self._settings.memory_gib, time_limit_seconds=self._settings.time_limit_seconds
-        )
-        # a replacement gets the number of the worker it replaces
-        missing = set(range(self._settings.num_workers)) - {w.number for w in self._workers}
-        for number in sorted(missing):
-            self._workers.append(RewardWorker.start(setup, number=number, now=time.monotonic()))
-            self.stats.started += 1
-
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         """Dispatch to the least loaded workers until all are busy or nothing waits."""
-        while self._waiting or self._alone:
+        while self._waiting or self._retries:
             for worker in sorted(self._workers, key=lambda worker: len(worker.under_way)):
                 if calls := self._work_for(worker):
                     self._send(worker, calls)
@@ -200,7 +174,7 @@ class WorkerGroup:
         if worker.style is None or worker.is_ending:
             return []
         is_idle = not worker.under_way
-        if is_idle and (call := self._next(self._alone)):
+        if is_idle and (call := self._next(self._retries)):
             return [call]
         is_shared = worker.style.is_async and not self._holds_alone(worker)
         num_works = len({self._calls[ticket].work for ticket in worker.under_way})
@@ -229,7 +203,7 @@ class WorkerGroup:
             worker.began = now
         self._num_works += 1
         for call in calls:
-            call.began, call.worker, call.work = now, worker.number, self._num_works
+            call.began, call.worker, call.work = now, worker.process.number, self._num_works
             worker.under_way.append(call.ticket)
         try:
             worker.process.send(
@@ -240,24 +214,7 @@ class WorkerGroup:
                 )
             )
         except WorkerLostError:
-            self._lost(worker)
-
-    def _listen(self, worker: RewardWorker) -> None:
-        try:
-            for said in worker.process.said():
-                self._heard(worker, said)
-        except WorkerLostError:
-            self._lost(worker)
-
-    def _heard(self, worker: RewardWorker, said: Ready | Refused | Report) -> None:
-        if isinstance(said, Ready):
-            worker.style, self.lowest = said.style, said.lowest
-            if self._settings.memory_gib is not None:
-                worker.loaded_bytes = worker.grown_bytes()
-        elif isinstance(said, Refused):
-            raise self._loading.refused(said)
-        else:
-            self._reported(worker, said)
+            self._lost(worker, self._workers.end(worker))
 
     def _reported(self, worker: RewardWorker, report: Report) -> None:
         call = self._calls[report.ticket]
@@ -268,22 +225,21 @@ class WorkerGroup:
             del self._calls[report.ticket]
         elif report.score is not None:
             del self._calls[report.ticket]
-            self._delivery.scored(call, report.score, seconds=report.seconds)
-        elif report.ending in ("raised", "no_score"):
-            self._delivery.broke(
+            self._results.scored(call, report.score, seconds=report.seconds)
+        elif report.error in ("raised", "no_score"):
+            self._results.function_failed(
                 together if is_shared else [call],
-                words=report.words,
-                is_exception=report.ending == "raised",
+                message=report.message,
+                is_exception=report.error == "raised",
             )
-        elif report.ending == "memory":
+        elif report.error == "memory":
             self._crashed(call, "memory", self._too_much())
         elif is_shared:  # the answer at fault is unknown
             self._retry_alone(call)
         else:
             self._fail(call, "timeout", self._too_long())
-        worker.is_ending |= report.ending == "memory"
+        worker.is_ending |= report.error == "memory"
         if worker.is_ending and not worker.under_way:
-            self._dismissed(worker)
             self._kill(worker)
 
     def _crashed(self, call: Call, failure: Failure, detail: str) -> None:
@@ -296,7 +252,7 @@ class WorkerGroup:
 
     def _fail(self, call: Call, failure: Failure, detail: str) -> None:
         del self._calls[call.ticket]
-        self._delivery.failed(call, failure, seconds=time.monotonic() - call.began, detail=detail)
+        self._results.failed(call, failure, seconds=time.monotonic() - call.began, detail=detail)
 
     def _too_long(self) -> str:
         return f"it took more than {self._settings.time_limit_seconds:g} seconds"
@@ -307,21 +263,22 @@ class WorkerGroup:
 
     def _retry_alone(self, call: Call) -> None:
         call.is_alone = True
-        self._alone.append(call)
+        self._retries.append(call)
 
-    def _lost(self, worker: RewardWorker) -> None:
+    def _lost(self, worker: RewardWorker, status: int) -> None:
         """A worker has ended: each of its answers is retried once, alone."""
-        calls = self._dismissed(worker)
-        status = worker.process.end()
-        if worker.style is None:
-            raise self._loading.ended(status)
         self.stats.died += 1
-        for call in calls:
+        for call in self._take_calls(worker):
             self._crashed(call, "died", f"the worker ended with status {status}, twice")
 
-    def _dismissed(self, worker: RewardWorker) -> list[Call]:
-        """The calls of a worker that is leaving, without the cancelled ones."""
-        self._workers.remove(worker)
+    def _kill(self, worker: RewardWorker) -> list[Call]:
+        """Kill a worker; returns the calls that it had."""
+        self._workers.end(worker)
+        self.stats.killed += 1
+        return self._take_calls(worker)
+
+    def _take_calls(self, worker: RewardWorker) -> list[Call]:
+        """The calls of a worker that has ended, without the cancelled ones."""
         calls = [self._calls[ticket] for ticket in worker.under_way]
         for call in calls:
             if call.is_cancelled:
@@ -330,32 +287,18 @@ class WorkerGroup:
 
     def _enforce_limits(self) -> None:
         now = time.monotonic()
-        for worker in list(self._workers):
+        for worker in self._workers:
             if worker.style is None:
-                if now - worker.began > LOAD_SECONDS:
-                    raise self._loading.overdue()
-            elif any(
-                now >= self._calls[ticket].began + self._limit(worker.style)
-                for ticket in worker.under_way
-            ):
+                continue
+            limit = self._limit(worker.style)
+            if any(now >= self._calls[ticket].began + limit for ticket in worker.under_way):
                 self._end_overdue(worker)
-            elif self._is_blocking(worker, now):
-                self._dismissed(worker)
+            elif self._is_blocking(worker) and now >= worker.began + _GRACE_SECONDS:
                 self._kill(worker)
-        self._enforce_memory(now)
-
-    def _enforce_memory(self, now: float) -> None:
-        """Kill workers whose process tree exceeds the memory limit."""
-        limit = self._settings.memory_gib
-        if limit is None or now < self._next_measure:
-            return
-        self._next_measure = now + MEASURE_SECONDS
-        for worker in [worker for worker in self._workers if worker.under_way]:
-            if worker.grown_bytes() > limit * (1 << 30):
-                calls = self._dismissed(worker)
-                self._kill(worker)
-                for call in calls:
-                    self._crashed(call, "memory", self._too_much())
+        busy = [worker for worker in self._workers if worker.under_way]
+        for worker in self._workers.over_memory_limit(busy):
+            for call in self._kill(worker):
+                self._crashed(call, "memory", self._too_much())
 
     def _end_overdue(self, worker: RewardWorker) -> None:
         """A call timed out.
@@ -364,50 +307,36 @@ class WorkerGroup:
         one that blocks the others. Then each is retried alone.
         """
         is_shared = len(worker.under_way) > 1
-        calls = self._dismissed(worker)
-        self._kill(worker)
-        for call in calls:
+        for call in self._kill(worker):
             if is_shared:
                 self._retry_alone(call)
             else:
                 self._fail(call, "timeout", self._too_long())
 
-    def _is_blocking(self, worker: RewardWorker, now: float) -> bool:
-        return self._could_block(worker) and now >= worker.began + _GRACE_SECONDS
-
-    def _could_block(self, worker: RewardWorker) -> bool:
+    def _is_blocking(self, worker: RewardWorker) -> bool:
         """Whether a worker is only busy with cancelled answers while others wait."""
         return (
             bool(worker.under_way)
-            and bool(self._waiting or self._alone)
+            and bool(self._waiting or self._retries)
             and all(self._calls[ticket].is_cancelled for ticket in worker.under_way)
         )
-
-    def _kill(self, worker: RewardWorker) -> None:
-        worker.process.end()
-        self.stats.killed += 1
 
     def _limit(self, style: CallStyle) -> float:
         grace = _GRACE_SECONDS if style.is_async else 0.0
         return self._settings.time_limit_seconds + grace
 
-    def _seconds_to_limit(self) -> float | None:
-        now = time.monotonic()
-        moments = []
+    def _limits(self) -> Iterator[float]:
+        """When calls that are under way reach their time limit."""
         for worker in self._workers:
             if worker.style is None:
-                moments.append(worker.began + LOAD_SECONDS)
                 continue
-            if self._could_block(worker):
-                moments.append(worker.began + _GRACE_SECONDS)
+            if self._is_blocking(worker):
+                yield worker.began + _GRACE_SECONDS
             limit = self._limit(worker.style)
-            moments += [self._calls[ticket].began + limit for ticket in worker.under_way]
-            if worker.under_way and self._settings.memory_gib is not None:
-                moments.append(self._next_measure)
-        return max(0.0, min(moments) - now) if moments else None
+            yield from (self._calls[ticket].began + limit for ticket in worker.under_way)
 
 
-Ending = Literal["raised", "no_score", "memory", "timeout"]
+CallError = Literal["raised", "no_score", "memory", "timeout"]
 """How a call ends without a score."""
 
 
@@ -436,8 +365,8 @@ class Report:
     ticket: int
     seconds: float
     score: Score | None = None
-    ending: Ending | None = None
-    words: str = ""
+    error: CallError | None = None
+    message: str = ""
     num_answers: int = 1
     """How many answers shared the call."""
 
@@ -476,12 +405,12 @@ def _serve(
                     "a reward must not return a coroutine; declare the function with `async def`"
                 )
         except MemoryError as error:
-            _report_end(connection, work, began, "memory", error)
+            _report_error(connection, work, began, "memory", error)
             sys.exit(1)
         except NoScoreError as error:
-            _report_end(connection, work, began, "no_score", error)
+            _report_error(connection, work, began, "no_score", error)
         except Exception as error:  # noqa: BLE001  the user's own; the parent shows it
-            _report_end(connection, work, began, "raised", error)
+            _report_error(connection, work, began, "raised", error)
         else:
             _report_scores(connection, work, began, returned, is_batched=is_batched)
 
@@ -500,16 +429,16 @@ async def _serve_async(
             arguments = _arguments(work, is_batched=is_batched)
             returned = await asyncio.wait_for(call(*arguments), limit)
         except MemoryError as error:
-            _report_end(connection, work, began, "memory", error)
+            _report_error(connection, work, began, "memory", error)
             os._exit(1)
         except NoScoreError as error:
-            _report_end(connection, work, began, "no_score", error)
+            _report_error(connection, work, began, "no_score", error)
         except TimeoutError as error:
             # A TimeoutError of the user's code comes before the limit.
             is_ours = limit is not None and time.perf_counter() - began >= limit
-            _report_end(connection, work, began, "timeout" if is_ours else "raised", error)
+            _report_error(connection, work, began, "timeout" if is_ours else "raised", error)
         except Exception as error:  # noqa: BLE001  the user's own; the parent shows it
-            _report_end(connection, work, began, "raised", error)
+            _report_error(connection, work, began, "raised", error)
         except SystemExit:
             os._exit(1)  # the receiving thread would keep the process alive
         else:
@@ -535,26 +464,26 @@ def _report_scores(
     try:
         values = values_of_batch(returned, num_answers) if is_batched else [returned]
     except NoScoreError as error:
-        _report_end(connection, work, began, "no_score", error)
+        _report_error(connection, work, began, "no_score", error)
         return
     for ticket, value in zip(work.tickets, values, strict=True):
         try:
             score = checked_score(value)
         except NoScoreError as error:
-            connection.send(Report(ticket, seconds, ending="no_score", words=str(error)))
+            connection.send(Report(ticket, seconds, error="no_score", message=str(error)))
         else:
             connection.send(Report(ticket, seconds, Score(score.reward, dict(score.parts))))
 
 
-def _report_end(
-    connection: Connection, work: Work, began: float, ending: Ending, error: Exception
+def _report_error(
+    connection: Connection, work: Work, began: float, kind: CallError, error: Exception
 ) -> None:
-    seconds, words = time.perf_counter() - began, str(error)
-    if ending == "raised":
+    seconds, message = time.perf_counter() - began, str(error)
+    if kind == "raised":
         # The first frame is in this module: leave it out.
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        words = "".join(traceback.format_exception(type(error), error, trace))
+        message = "".join(traceback.format_exception(type(error), error, trace))
     for ticket in work.tickets:
         connection.send(
-            Report(ticket, seconds, ending=ending, words=words, num_answers=len(work.tickets))
+            Report(ticket, seconds, error=kind, message=message, num_answers=len(work.tickets))
         )

@@ -1,4 +1,4 @@
-"""What a run will need, and how long it will take, worked out before any weights are loaded.
+"""The memory and the duration of a run, computed before any weights are loaded.
 
 dry_run     settings -> the plan below
 cards       what hardware can do, and what the memory of a run depends on

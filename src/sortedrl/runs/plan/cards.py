@@ -1,4 +1,4 @@
-"""What devices can do, what a model costs on them, and what the memory of a run depends on.
+"""The speed of devices, the costs of a model on them, and the inputs of the memory plan.
 
 The arithmetic is that of the simulator's hardware presets. What differs from their data sheets:
 launching the kernels of a step costs the same for every layer, matrices narrower than `full_width`
@@ -33,7 +33,7 @@ _ALL_REDUCE_SECONDS = 20e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """One device, as it performs."""
+    """The measured or computed speed of one device."""
 
     text: str
     memory_bytes: int | None
@@ -204,7 +204,7 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What memory depends on."""
+    """The inputs of the memory plan."""
 
     shape: Shape
     slots: int
@@ -228,7 +228,7 @@ class Demand:
     """The workers and ranks that share the run."""
 
     def __post_init__(self) -> None:
-        """Refuse an answer that the model has no room for, and heads that cannot be shared out."""
+        """Refuse answers beyond the context, and heads that cannot be divided over GPUs."""
         require(
             self.prompt_tokens < self.shape.context,
             f"the model's context of {self.shape.context:,} tokens must hold the prompt and "

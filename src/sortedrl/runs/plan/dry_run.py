@@ -25,14 +25,14 @@ from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.simulate.conversations import ConversationSettings
 
 _GUESSED_PROMPT_TOKENS = 256
-_PROMPTS_LOOKED_AT = 2048
+_SAMPLED_PROMPTS = 2048
 _GUESSED_TURNS, _GUESSED_SECONDS, _GUESSED_GIVEN = 4.0, 1.0, 100.0
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a user knows of a run that cannot be looked up here; `None` is looked up or guessed."""
+    """What the user expects of a run; `None` is looked up or guessed."""
 
     rows: int | None = None
     prompt_tokens: int | None = None
@@ -49,7 +49,7 @@ class Expected:
     """Observed conversations, in place of these three and of the mean length."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Refuse impossible values."""
         counts = {"rows": self.rows, "prompt-tokens": self.prompt_tokens, "turns": self.turns}
         for name, value in counts.items():
             require(value is None or value >= 1, f"--{name} must be at least 1, got {value}")
@@ -59,7 +59,8 @@ class Expected:
         ):
             require(time is None or time >= 0, f"--{name} must be 0 or more, got {time}")
         require(
-            self.conversations is None or (self.mean_length is None and not self._has_talk),
+            self.conversations is None
+            or (self.mean_length is None and not self._has_conversations),
             "--conversations is a log of turns, lengths, times and replies; leave out --turns, "
             "--tool-seconds, --given-tokens and --mean-length",
         )
@@ -69,15 +70,15 @@ class Expected:
         )
 
     @property
-    def _has_talk(self) -> bool:
+    def _has_conversations(self) -> bool:
         values = (self.turns, self.tool_seconds, self.given_tokens)
         return any(value is not None for value in values)
 
-    def talk(self, settings: EnvironmentSettings) -> ConversationSettings | None:
-        """The conversations of a run as the simulator takes them; `None` where there are none."""
+    def conversation_settings(self, settings: EnvironmentSettings) -> ConversationSettings | None:
+        """The conversations of a run, for the simulator; `None` without an environment."""
         if not settings.is_used:
             require(
-                not self._has_talk and self.conversations is None,
+                not self._has_conversations and self.conversations is None,
                 "--turns, --tool-seconds, --given-tokens and --conversations are for runs with an "
                 "environment; leave them out, or set environment.name",
             )
@@ -95,7 +96,7 @@ class Expected:
         )
 
     @property
-    def is_talk_guessed(self) -> bool:
+    def are_conversations_guessed(self) -> bool:
         """Whether turns, times or replies are guessed where there are any."""
         values = (self.turns, self.tool_seconds, self.given_tokens)
         return self.conversations is None and any(value is None for value in values)
@@ -109,7 +110,7 @@ def planned_run(
     expected: Expected,
     tell: Callable[[str], None],
 ) -> RunPlan:
-    """What the run needs and how long it takes, on a card by name or on the one that is here.
+    """The memory and the duration of a run, on the named card or on that of this machine.
 
     `rows` may be empty where `expected` has their number.
     """
@@ -140,8 +141,8 @@ def planned_run(
             has_first_pass=in_reward or optimisation.mini_batches * optimisation.epochs > 1,
             lengths=lengths,
             prompt_tokens=mean_prompt,
-            conversations=expected.talk(settings.environment),
-            are_turns_guessed=expected.is_talk_guessed,
+            conversations=expected.conversation_settings(settings.environment),
+            are_turns_guessed=expected.are_conversations_guessed,
         )
     return RunPlan(
         card=card,
@@ -181,8 +182,8 @@ def run_memory(
 def _shape(model: str, *, tell: Callable[[str], None]) -> tuple[Shape, bool]:
     """The shape of the model, and whether it is from the model's own config.
 
-    The hub is not asked about a model that is known here: out of reach it takes a minute to say
-    so, and its answer is the same.
+    A known model is not looked up on the hub: the answer is the same, and without a connection
+    the error takes a minute.
     """
     if model not in KNOWN_SHAPES or Path(model).exists():
         return shape_of(model), True
@@ -218,7 +219,7 @@ def _device(
 
 
 def card_of(name: str, num_bytes: int) -> Card:
-    """The card that a GPU of this name is; one whose speed is not known is refused."""
+    """The card of a GPU by its name; an unknown one is refused."""
     found = name.lower().replace(" ", "-")
     known = [key for key in CARDS if key in found]
     require(
@@ -265,7 +266,7 @@ def _prompt_lengths(
         tell(f"{error}; {guess}")
         return [_GUESSED_PROMPT_TOKENS]
     found = tokenized(
-        rows[:_PROMPTS_LOOKED_AT],
+        rows[:_SAMPLED_PROMPTS],
         tokenizer,
         chat=settings.data.chat,
         max_prompt_tokens=settings.max_prompt_tokens,

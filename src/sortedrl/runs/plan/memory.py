@@ -39,7 +39,7 @@ _GPU_SHARE, _CPU_SHARE = 0.94, 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Bytes by what they are for."""
+    """Bytes by purpose."""
 
     weights: int
     """The policy, which the native engine of a single device shares; with its adapters."""
@@ -73,17 +73,17 @@ class Parts:
 
     @property
     def trainer(self) -> int:
-        """What the trainer needs at most."""
+        """The most that the trainer needs."""
         return self.held + self.gathered + self.activations + self.logits
 
     @property
     def generation(self) -> int:
-        """What the engine needs beside its cache."""
+        """The memory of the engine without its cache."""
         return self.engine + self.rollout
 
     @property
     def held(self) -> int:
-        """What the trainer keeps all the time, unless it takes turns with engines."""
+        """The memory that the trainer always holds, unless it shares its GPUs in turns."""
         policy = self.weights + self.masters + self.moments + self.gradients
         return policy + self.reference + self.critic
 
@@ -107,7 +107,7 @@ class MemoryPlan:
 
     @property
     def update_bytes(self) -> int:
-        """What a device of the trainer holds in an update.
+        """Bytes on a device of the trainer during an update.
 
         A native engine that sleeps has only dropped its cache, others their weights too.
         """
@@ -117,19 +117,19 @@ class MemoryPlan:
 
     @property
     def rollout_bytes(self) -> int:
-        """What a device of an engine holds if every slot has room for its longest answer."""
+        """Bytes on a device of an engine if every slot has room for its longest answer."""
         return self._beside_cache + self.parts.cache
 
     @property
     def models_bytes(self) -> int:
-        """What ranks that take turns with engines keep on a device while these write."""
+        """Bytes of colocated ranks on a device while the engines generate."""
         demand = self.demand
         critic = _critic_model(demand) if demand.has_critic else 0
         share = demand.ranks_per_device * -(-critic // demand.cluster.num_ranks)
         return self.parts.weights + self.parts.reference + share
 
     def usable(self, device_bytes: int) -> int:
-        """What a run can take of a device: the rest is for its driver and for gaps."""
+        """The part of a device that a run can use: the rest is for driver and fragmentation."""
         return int(device_bytes * (_GPU_SHARE if self.demand.is_gpu else _CPU_SHARE))
 
     def can_run(self, device_bytes: int) -> bool:
@@ -141,7 +141,7 @@ class MemoryPlan:
         return max(0, min(self.parts.cache, self.usable(device_bytes) - self._beside_cache))
 
     def taken(self, device_bytes: int) -> int:
-        """What a device of an engine holds at most, with the cache that it has room for."""
+        """The most that a device of an engine holds, with the cache that fits."""
         rollout = self._beside_cache + self.cache_bytes(device_bytes)
         return max(rollout, self.update_bytes) if self.demand.takes_turns else rollout
 
@@ -153,7 +153,7 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """What the hosts of all devices hold in their place: always, or while engines write."""
+        """Bytes in main memory of all hosts: always, or while engines generate."""
         demand = self.demand
         if demand.optimiser_state == "offload":
             return _state_bytes(replace(demand, optimiser_state="fp32"))
@@ -161,7 +161,7 @@ class MemoryPlan:
 
     @property
     def _beside_cache(self) -> int:
-        """What the device of an engine holds beside its cache, which takes what is left."""
+        """Bytes on the device of an engine besides its cache, which gets the rest."""
         if self.demand.is_separated:
             return self.parts.generation
         trainer = self.models_bytes if self.demand.takes_turns else self.parts.trainer
@@ -208,7 +208,7 @@ def planned(demand: Demand) -> MemoryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TrainedBytes:
-    """What a trained number takes on the device beside its weight."""
+    """Bytes of a trained number on the device, in addition to its weight."""
 
     master: int
     moments: float
@@ -228,7 +228,7 @@ class _TrainedBytes:
 
     @property
     def state(self) -> float:
-        """What the optimiser keeps."""
+        """The state of the optimiser."""
         return self.master + self.moments
 
     @property
@@ -237,7 +237,7 @@ class _TrainedBytes:
         return self.state + self.gradient
 
     def pieces(self, trained: int) -> int:
-        """What a step brings to the device for a while."""
+        """Staging buffers of a step."""
         return _PIECE_BYTES * min(_PIECE_NUMBERS, trained) if self.is_in_pieces else 0
 
 

@@ -60,7 +60,7 @@ def advice(
 def refuse_too_big(
     plan: MemoryPlan, device_bytes: int, *, settings: TrainSettings | None = None
 ) -> None:
-    """Raise `ConfigError` for a run that the device has no room for, saying what would fit."""
+    """Raise `ConfigError` for a run that does not fit on the device, with changes that fit."""
     if plan.can_run(device_bytes):
         return
     ways = "; or ".join(change.text for change in advice(plan, device_bytes, settings=settings))
@@ -79,14 +79,14 @@ def refuse_too_big(
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for people."""
+    """Bytes as text."""
     if num_bytes < 1 << 30:
         return f"{num_bytes / (1 << 20):,.1f} MiB"
     return f"{num_bytes / (1 << 30):,.1f} GiB"
 
 
 def count(parameters: int) -> str:
-    """Parameters for people."""
+    """A number of parameters as text."""
     return f"{parameters / 1e9:.1f} G" if parameters >= 10**9 else f"{parameters / 1e6:.1f} M"
 
 
@@ -116,7 +116,7 @@ def _checkpointed(demand: Demand, device_bytes: int) -> Demand:
 
 
 def _more_ranks(demand: Demand, device_bytes: int) -> Demand:
-    """Twice as many GPUs for the trainer, as often as it takes; a single process stays one."""
+    """Double the GPUs of the trainer until it fits; a single process stays one."""
     more = demand
     while 1 < more.cluster.trainer_devices < _MOST_RANKS and not planned(more).can_run(
         device_bytes
@@ -205,7 +205,7 @@ def _largest(
 
 
 def _changed_settings(before: Demand, after: Demand) -> dict[str, object]:
-    """What was changed, by the keys of the settings."""
+    """The changed settings, by their keys."""
     old, new = before.cluster, after.cluster
     pairs: tuple[tuple[str, object, object], ...] = (
         (
@@ -243,7 +243,7 @@ def _is_accepted(settings: TrainSettings | None, before: Demand, after: Demand) 
 
 
 def _text(before: Demand, after: Demand) -> str:
-    """What was changed, as settings."""
+    """The changed settings as text."""
     changes = [
         f"{key} = {toml_value(value)}" for key, value in _changed_settings(before, after).items()
     ]
@@ -287,7 +287,7 @@ def _narrowed(shape: Shape, share: float) -> Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Everything that can be known before a run."""
+    """The plan of a run."""
 
     card: Card
     device_bytes: int
@@ -308,7 +308,7 @@ class RunPlan:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """What would fit, where it cannot."""
+        """Changes with which the run fits, if it does not."""
         return advice(self.memory, self.device_bytes, settings=self.settings)
 
 

@@ -1,4 +1,4 @@
-"""What a run will be like: its rounds, updates, bubble and hours, from the simulator.
+"""The prediction of a run by the simulator: its rounds, updates, bubble and hours.
 
 The loop is the real one, on a virtual clock with the costs of a card and lengths that are given or
 guessed. Only the first groups are simulated; counts and hours grow with the prompts from there.
@@ -136,7 +136,7 @@ def predict(
     if conversations is not None:
         known = _per_turn(known, conversations)
         fitting = _fitting(conversations, known, demand)
-        # A guess is made to fit; what was given is not, and that is said.
+        # A guess is adjusted to fit; given lengths are not, and the plan says so.
         fills_context = fitting != conversations and not are_turns_guessed
         conversations = fitting
         talk = _drawn_conversations(known, conversations, demand)
@@ -250,7 +250,7 @@ def _drawn_conversations(
 
 
 def _costs(demand: Demand, *, card: Card, work: int, longer: float) -> Costs:
-    """What things cost, with the work of this update; `longer` are its tokens per answer token."""
+    """The costs of the simulation; `longer` are the tokens of an update per answer token."""
     shape, size, cluster = demand.shape, demand.number_bytes, demand.cluster
     costs = card.costs(
         shape, number_bytes=size, cluster=cluster, optimiser_state=demand.optimiser_state

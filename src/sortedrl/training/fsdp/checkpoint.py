@@ -17,8 +17,8 @@ Where adapters are trained, the `model/` of a full one is the merged model, and 
 file of their own; a sharded one has the adapters alone.
 
 The functions are called by all ranks together, and written inside `save` of `training.checkpoint`,
-which makes the folder and seals it. A rank that cannot write says so only after it has done its
-part of the collective operations; then all of them raise.
+which makes the folder and seals it. A rank that cannot write reports it only after its part of
+the collective operations; then all ranks raise.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ from sortedrl.training.lora import (
 from sortedrl.training.trainer import PolicyTrainer
 
 _FOLDER = "shards"
-_OLD_INDEX = "shards.json"
 # The writer makes two copies of what a file has.
 _FILE_BYTES = 128 << 20
 _USE_ANOTHER = "use another checkpoint"
@@ -72,11 +71,6 @@ _USE_ANOTHER = "use another checkpoint"
 
 def is_sharded(folder: Path) -> bool:
     """Whether a checkpoint was written by ranks, each its part."""
-    if (folder / _OLD_INDEX).exists():
-        raise CheckpointError(
-            f"{folder}: its shards must be in the format of torch.distributed.checkpoint, but "
-            "are older; resume it with the version of sortedrl that wrote it"
-        )
     return (folder / _FOLDER).is_dir()
 
 
@@ -178,7 +172,7 @@ def write_full(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> dict
         files[ADAPTER_FILE] = adapters_among(model.state_dict(keep_vars=True))
     for name, tensors in files.items():
         _write_file(folder / f"{name}.safetensors", tensors, ranks, failure=failure)
-    _tell(failure, ranks, folder)
+    _raise_together(failure, ranks, folder)
     return trainer.trainer.counters()
 
 
@@ -194,7 +188,7 @@ def export_whole(
     _refuse_parts(dict(model.named_parameters()), ranks)
     failure = Failure()
     _write_model(model, folder, ranks, tokenizer=tokenizer, failure=failure, file_bytes=file_bytes)
-    _tell(failure, ranks, folder)
+    _raise_together(failure, ranks, folder)
 
 
 def _write_model(
@@ -334,7 +328,7 @@ def write_sharded(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> d
             model.config.save_pretrained(folder / _MODEL)
             tokenizer.save_pretrained(folder / _MODEL)
             trainer.trainer.write_held(folder)
-    _tell(failure, ranks, folder)
+    _raise_together(failure, ranks, folder)
     return trainer.trainer.counters()
 
 
@@ -393,7 +387,7 @@ def _load_model(model: PreTrainedModel, tensors: Mapping[str, Tensor], folder: P
         tensor.copy_(tensors[name])
 
 
-def _tell(failure: Failure, ranks: Ranks, folder: Path) -> None:
+def _raise_together(failure: Failure, ranks: Ranks, folder: Path) -> None:
     """Raise on all ranks if one of them failed."""
     num_failed = failure.count(ranks)
     if num_failed:

@@ -27,7 +27,7 @@ from sortedrl.models.loading import load_model, names_by_tensor, stored_weights
 from sortedrl.models.offload import in_buckets
 from sortedrl.training.critic import Critic
 from sortedrl.training.fsdp.ranks import Failure, Ranks
-from sortedrl.training.lora import adapters_among, plain_name, refuse_turned_layers
+from sortedrl.training.lora import adapters_among, plain_name, refuse_transposed_layers
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -39,7 +39,7 @@ def shard_model(model: PreTrainedModel, ranks: Ranks) -> None:
     that hold the model, such as a `PackedModel`, stay valid; its parameters are new ones.
     """
     if model._hf_peft_config_loaded:
-        refuse_turned_layers(model)
+        refuse_transposed_layers(model)
     for layer in _layers(model):
         _shard(layer, ranks, dtype=model.dtype)
     _shard(model, ranks, dtype=model.dtype)
@@ -50,7 +50,7 @@ def shard_critic(critic: Critic, ranks: Ranks) -> None:
     dtype = critic.trunk.dtype
     for layer in _layers(critic.trunk):
         _shard(layer, ranks, dtype=dtype)
-    # By itself, because its precision may be another.
+    # On its own, because its precision may differ.
     _shard(critic.head, ranks, dtype=critic.head.weight.dtype)
     _shard(critic, ranks, dtype=dtype)
 
@@ -68,7 +68,7 @@ def _shard(module: nn.Module, ranks: Ranks, *, dtype: torch.dtype) -> None:
         mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
     )
     assert isinstance(module, FSDPModule)
-    # Without the second, a factor other than the number of ranks asks for a sum that only NCCL has.
+    # Without the second, a factor other than the number of ranks needs a sum that only NCCL has.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
@@ -78,7 +78,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} must say what its layers are (_no_split_modules) to be spread "
+            f"{type(model).__name__} must declare its layers (_no_split_modules) to be sharded "
             "over ranks, and names none that it has; train it in one process"
         )
     return layers
@@ -113,7 +113,7 @@ def read_weights(model: PreTrainedModel, ranks: Ranks, *, name: str | Path) -> N
         weight = nn.Parameter(parts[names[0]], tensors[names[0]].requires_grad)
         given.update({own[plain]: weight for plain in names})
     model.load_state_dict(given, strict=False, assign=True)
-    # FSDP takes over what was assigned.
+    # FSDP uses the assigned tensors.
     nn.Module.to(model, ranks.device)
 
 
@@ -159,7 +159,7 @@ Bucket = list[tuple[str, Tensor]]
 
 def engine_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """What engines are given, by name: all weights, or the adapters alone where there are some."""
-    # Asking for the state makes every layer let go of what it gathered.
+    # Reading the state makes every layer free its gathered weights.
     tensors = model.state_dict(keep_vars=True)
     return adapters_among(tensors) or tensors
 

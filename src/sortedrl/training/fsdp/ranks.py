@@ -5,7 +5,7 @@ waiting until the timeout. Every rank gets the same result, bit for bit, so all 
 
 Sequences are divided so that all ranks have about the same number of tokens. Every sequence is in
 exactly one share, two shares differ by at most the longest sequence, and the same sizes always give
-the same shares, so each rank computes the shares of all by itself.
+the same shares, so each rank computes the shares of all ranks.
 
 Axes: T values, of which ranks may have different numbers.
 """
