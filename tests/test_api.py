@@ -1,6 +1,7 @@
 """`sortedrl.train` and `sortedrl.evaluate`: what a notebook does, in one process."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import sortedrl
 from sortedrl.config.data import RewardSettings
 from sortedrl.config.train import Saving, TrainSettings
-from sortedrl.errors import ConfigError, DataError, ModelError
+from sortedrl.errors import ConfigError, DataError, ModelError, RewardError
 
 ROWS = [{"prompt": f"say {number}", "answer": number} for number in range(16)]
 TINY = "tiny:hidden=32,layers=1,heads=2"
@@ -125,6 +126,27 @@ def test_a_callback_ends_the_run_and_resume_goes_on():
     assert run.resume(callbacks=[]).ending.reason == "data"
 
 
+def test_a_run_of_objects_resumes_where_its_folder_was_moved_to():
+    train(rows=ROWS[:8], eval_rows=ROWS[8:], out="first")
+    Path("first").rename("second")
+    run = sortedrl.Run("second", reward=letters).resume(epochs=2)
+    assert (run.settings.task, len([r for r in run.metrics if "loss" in r])) == (
+        "second/inputs/rows.jsonl",
+        2,
+    )
+    # From within, and from the settings of a checkpoint that still name the first folder.
+    os.chdir("second")
+    assert sortedrl.Run(".", reward=letters).resume(epochs=3).settings.model == TINY
+
+
+def test_numbers_of_held_out_rows_have_the_same_names_in_every_run():
+    names = [
+        [name for name in train(rows=ROWS[:8], eval_rows=ROWS[8:]).metrics[-1] if "rows" in name]
+        for _ in range(2)
+    ]
+    assert names == 2 * [["evaluation/eval_rows"]]
+
+
 def test_evaluation_of_a_run_on_held_out_rows():
     held_out = [{"prompt": f"tell {number}", "answer": number} for number in range(4)]
     run = train(reward=lambda prompt, response: 0.25, eval_rows=held_out)
@@ -136,6 +158,10 @@ def test_evaluation_of_a_run_on_held_out_rows():
     assert (found.score, len(found.answers)) == (1.0, 8)
     assert found.interval[1] == 1.0
     assert "<table>" in found._repr_html_()
+    assert "reward" not in repr(found)
+    found = sortedrl.evaluate(run, held_out, lambda prompt, response: -0.5, max_tokens=8)
+    assert (found.score, found.reward) == (0.0, -0.5)
+    assert repr(found).endswith(", reward=-0.500)")
 
 
 def test_data_sets_and_other_iterables_are_rows():
@@ -162,14 +188,18 @@ def test_data_sets_and_other_iterables_are_rows():
         (
             {"rows": [{"question": "why?"}]},
             DataError,
-            r"column 'prompt'.*data.prompt_field",
+            r"^row 1: unknown column 'prompt'.*as prompt_field",
         ),
+        ({"rows": [*ROWS, {"prompt": ""}]}, DataError, "^row 17: the prompt is empty"),
+        ({"prompt_field": "question"}, DataError, "^row 1: unknown column 'question'"),
         ({"reward": 7}, ConfigError, r"a function of \(prompt, response\)"),
         ({"reward": []}, ConfigError, "at least one function"),
         ({"reward": "nowhere"}, ConfigError, "unknown reward 'nowhere'"),
         ({"reward": lambda response: 1.0}, ConfigError, r"must take \(prompt, response\)"),
         ({"reward": len}, ConfigError, r"must take \(prompt, response\)"),
+        ({"reward": lambda response, prompt: 1.0}, ConfigError, "the prompt first .* swap them"),
         ({"model": 3}, ConfigError, "model must be a hub name"),
+        ({"tokenizer": "gpt2"}, ConfigError, "with a model object only, and 'tiny"),
         ({"mode": "parital"}, ConfigError, "did you mean 'partial'"),
         ({"slots": "many"}, ConfigError, "engine.slots must be a whole number, got 'many'"),
         ({"samples": 1, "algorithm": "grpo"}, ConfigError, "must be at least 2, got 1"),
@@ -181,6 +211,31 @@ def test_what_a_user_gets_wrong_is_one_sentence_and_leaves_nothing_behind(given,
     with pytest.raises(error, match=words):
         train(**given)
     assert not Path("runs").exists()
+
+
+def test_a_model_object_without_a_tokenizer_and_a_file_as_out_are_refused():
+    from sortedrl.models.tiny import TinySettings, tiny_model
+
+    model = tiny_model(TinySettings(hidden=32, layers=1, heads=2))
+    with pytest.raises(ConfigError, match=r"but it has no name; pass tokenizer="):
+        train(model=model)
+    with pytest.raises(ConfigError, match=r"got 'gpt2'; give AutoTokenizer"):
+        train(model=model, tokenizer="gpt2")
+    Path("taken").write_text("")
+    with pytest.raises(DataError, match="taken is a file"):
+        train(out="taken")
+    assert not Path("runs").exists()
+
+
+def test_the_question_may_stand_in_another_column():
+    rows = [{"question": f"say {number}", "answer": number} for number in range(8)]
+    run = train(rows, prompt_field="question")
+    assert (run.settings.data.prompt_field, kept_rows(run)) == ("question", rows)
+
+
+def test_a_reward_that_raises_says_what_it_was_given():
+    with pytest.raises(RewardError, match=r"KeyError: 'gold'[^$]*fields has: answer, place, pro"):
+        train(reward=lambda prompt, response: prompt.fields["gold"])
 
 
 def test_a_reward_that_cannot_be_sent_says_why():

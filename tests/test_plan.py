@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from run_worlds import run_words, said
-from sortedrl.config.algorithm import Optimisation
+from sortedrl.config.algorithm import Algorithm, Optimisation
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.train import TrainSettings
+from sortedrl.config.train import PassSettings, TrainSettings
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import Shape, shape_of, shape_of_config
 from sortedrl.runs import build_training
 from sortedrl.runs.plan.cards import CARDS, card_named
-from sortedrl.runs.plan.dry_run import Expected, card_of, planned_run
+from sortedrl.runs.plan.dry_run import Expected, card_of, planned_run, run_memory
 from sortedrl.runs.plan.memory import BLOCK_TOKENS, Demand, planned
 from sortedrl.runs.plan.page import RunPlan, advice, lines, refuse_too_big, to_json
 from sortedrl.runs.plan.prediction import guessed_lengths, predict
@@ -317,6 +317,26 @@ def test_a_pass_is_at_least_as_long_as_the_longest_answer():
         for tokens in (1, SMALL.prompt_tokens + SMALL.max_tokens)
     )
     assert short.parts.activations == exact.parts.activations
+
+
+def test_a_pass_holds_no_more_than_all_open_groups():
+    def pass_tokens(lookahead=0, **given):
+        schedule = Schedule(
+            group_prompts=8,
+            samples_per_prompt=8,
+            update_batch=16,
+            lookahead=lookahead,
+            harvest_unit="prompt",
+        )
+        engine = EngineSettings(slots=16, max_tokens=32)
+        settings = TrainSettings(schedule=schedule, engine=engine, **given)
+        return run_memory(settings, SMOLLM, is_gpu=False, prompt_tokens=50).demand.pass_tokens
+
+    assert pass_tokens() == 64 * 82
+    assert pass_tokens(lookahead=1) == 2 * 64 * 82
+    assert pass_tokens(lookahead=9) == PassSettings().micro_batch_tokens
+    # Dynamic sampling holds answers back for the next update.
+    assert pass_tokens(algorithm=Algorithm(name="dapo")) == (64 + 16) * 82
 
 
 def test_a_model_too_big_is_refused_with_what_would_fit():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
@@ -30,7 +30,7 @@ from sortedrl.config.train import TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.report.terminal import table, tell
-from sortedrl.runs.folder import RunFolder
+from sortedrl.runs.folder import RunFolder, settings_at
 from sortedrl.runs.start import train
 from sortedrl.runs.tasks import training_tasks
 
@@ -233,7 +233,7 @@ def _settings_from(source: Path) -> tuple[TrainSettings, Chosen]:
         return settings_of_file(path)
     table = under_new_keys(read_toml(path))
     settings = settings_over(TrainSettings(), table, path=path)
-    return replace(settings, out=source), frozenset(names_in(table))
+    return settings_at(settings, source), frozenset(names_in(table))
 
 
 def _print(ending: Ending, settings: TrainSettings, *, as_json: bool) -> None:

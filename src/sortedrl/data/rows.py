@@ -348,7 +348,7 @@ def _taken(fields: dict[str, object], name: str, record: Record) -> object:
     if not record.values:
         raise DataError(record.place, "the row is empty; drop it")
     if name not in fields:
-        hint = "; set data.prompt_field to the column with the question"
+        hint = "; name the column with the question as prompt_field (in files: data.prompt_field)"
         raise DataError(
             record.place,
             unknown_name("column", name, record.values) + (hint if name == "prompt" else ""),

@@ -282,13 +282,20 @@ def _bound_options(function: Callable[..., object], source: RewardSource) -> dic
             f"reward {source.function!r} has no signature that can be inspected ({error}); wrap it "
             "in a function of (prompt, response)"
         ) from error
+    options = f" and the options {sorted(source.options)}" if source.options else ""
     try:
         bound = signature.bind(None, None, **source.options)
     except TypeError as error:
         raise ConfigError(
-            f"reward {source.function!r} must take (prompt, response) and the options "
-            f"{sorted(source.options)}, but its signature is {signature}: {error}"
+            f"reward {source.function!r} must take (prompt, response){options}, but its signature "
+            f"is {signature}: {error}"
         ) from error
+    names = list(bound.signature.parameters)[:2]
+    if names in (["response", "prompt"], ["responses", "prompts"]):
+        raise ConfigError(
+            f"reward {source.function!r} must take the prompt first and the response second, but "
+            f"its signature is {signature}; swap them"
+        )
     bound.apply_defaults()
     return dict(list(bound.arguments.items())[2:])
 

@@ -31,17 +31,17 @@ from sortedrl.config.sizes import Chosen, changed_names, names_in, settings_of_f
 from sortedrl.config.train import TrainSettings
 from sortedrl.core.files import Value, free_path, read_metrics
 from sortedrl.data.catalogue import reward_from
-from sortedrl.data.rows import records_from, write_records
+from sortedrl.data.rows import records_from, rows_of, write_records
 from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.evaluation.statistics import Answer, Evaluation, Summary, summarise
 from sortedrl.evaluation.tables import summary_rows, summary_table
 from sortedrl.report.page import runs_page
 from sortedrl.report.record import read_runs
-from sortedrl.report.terminal import write_text
+from sortedrl.report.terminal import refuse_unwritable_folder, write_text
 from sortedrl.rewards.functions import OBJECT, RewardSource, source_of_object
 from sortedrl.runs.evaluate import EvaluationPlan, evaluated, write_page
-from sortedrl.runs.folder import RunFolder
+from sortedrl.runs.folder import RunFolder, settings_at
 from sortedrl.runs.output import show_page
 from sortedrl.runs.start import Callback
 from sortedrl.runs.start import train as train_run
@@ -56,8 +56,6 @@ Reward = str | Callable[..., object] | Sequence[Callable[..., object]]
 """A function of (prompt, response), several of them, or text as on the command line."""
 Rows = str | Path | Iterable[object]
 """A task's name, a file or a hub name; or rows: dicts, a `datasets.Dataset`, any iterable."""
-
-_INPUTS = "inputs"
 
 
 def train(
@@ -78,15 +76,17 @@ def train(
     callbacks: Sequence[Callback] = (),
     epochs: int | None = None,
     seed: int | None = None,
+    prompt_field: str | None = None,
     config: TrainSettings | str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Run:
     """Train a model with rewards, its rollouts scheduled by length; waits until the run ends.
 
     The reward may be left out for tasks that have one of their own. `samples` are answers per
-    prompt, `config` has every other setting. Without `out` every call makes a new folder:
-    runs/train, runs/train-2 and so on. Each callback is given the numbers of every update; one
-    that returns "stop" ends the run. A model object is copied, and needs its tokenizer.
+    prompt, `prompt_field` is the column with the question, `config` has every other setting.
+    Without `out` every call makes a new folder: runs/train, runs/train-2 and so on. Each callback
+    is given the numbers of every update; one that returns "stop" ends the run. A model object is
+    copied, and needs its tokenizer.
     """
     require_native("training")
     base, chosen = _settings(config)
@@ -100,6 +100,7 @@ def train(
             "engine.max_tokens": max_tokens,
             "rollout.engine": engine,
             "optimiser.learning_rate": learning_rate,
+            "data.prompt_field": prompt_field,
             "epochs": epochs,
             "seed": seed,
         }
@@ -110,13 +111,15 @@ def train(
     if source is not None:
         tables["reward"] = source.function
     folder = _folder(out, base, is_chosen="out" in chosen)
+    refuse_unwritable_folder(folder)
     tables["out"] = str(folder)
     with _inputs(folder) as inputs:
-        tables["model"] = _model(model, inputs, tokenizer)
-        tables["task"] = _task(rows, inputs / "rows.jsonl")
+        data = settings_with(base, tables).data
+        tables["task"] = _task(rows, inputs / "rows.jsonl", data=data)
         if eval_rows is not None:
-            spec = _task(eval_rows, inputs / "eval_rows.jsonl")
+            spec = _task(eval_rows, inputs / "eval_rows.jsonl", data=data)
             tables["evaluation"] = {"tasks": [spec]}
+        tables["model"] = _model(model, inputs, tokenizer)
         settings = settings_with(base, tables)
         run = Run(folder, reward=source, callbacks=callbacks)
         run.ending = train_run(
@@ -157,7 +160,7 @@ class Run:
         settings = settings_over(
             TrainSettings(), read_toml(config), path=config, takes_old_keys=True
         )
-        return replace(settings, out=self.folder)
+        return settings_at(settings, self.folder)
 
     @property
     def trained_folder(self) -> Path:
@@ -281,7 +284,7 @@ def evaluate(
         if isinstance(model, Run):
             model = model.trained_folder
         name = _model(model, inputs, tokenizer)
-        spec = _task(rows, inputs / "rows.jsonl")
+        spec = _task(rows, inputs / "rows.jsonl", data=data)
         task = opened(spec, split="test", folder=None, reward=source, data=data)
         label = task.name if isinstance(rows, str | Path) else "rows"
         task = replace(task, name=label, rows=task.rows[:limit])
@@ -324,6 +327,11 @@ class Evaluated:
         return mean.low, mean.high
 
     @property
+    def reward(self) -> float | None:
+        """The mean reward; `None` where no answer could be scored."""
+        return self.summary.parts[0].reward
+
+    @property
     def answers(self) -> Sequence[Answer]:
         """Every answer with its reward."""
         return self.evaluation.answers
@@ -334,9 +342,11 @@ class Evaluated:
         return summary_rows(self.summary)
 
     def __repr__(self) -> str:
-        """The score with its interval."""
+        """The score with its interval, and the mean reward where that is another number."""
         low, high = self.interval
-        return f"Evaluated(score={self.score:.3f}, interval=({low:.3f}, {high:.3f}))"
+        is_other = self.reward is not None and self.reward != self.score
+        reward = f", reward={self.reward:.3f}" if is_other else ""
+        return f"Evaluated(score={self.score:.3f}, interval=({low:.3f}, {high:.3f}){reward})"
 
     def _repr_html_(self) -> str:
         """A table, as notebooks show it."""
@@ -403,7 +413,7 @@ def _folder(out: str | Path | None, base: TrainSettings, *, is_chosen: bool) -> 
 def _inputs(folder: Path) -> Iterator[Path]:
     """A folder for inputs that are objects; removed if no run starts."""
     with RunFolder(folder).left_as_found():
-        inputs = folder / _INPUTS
+        inputs = RunFolder(folder).inputs
         if inputs.exists():
             raise ConfigError(
                 f"{inputs} exists but does not belong to a run; move it, or choose another out"
@@ -423,8 +433,14 @@ def _model(
 ) -> str:
     """The name of the model; an object is saved first."""
     if isinstance(model, str | Path):
+        if tokenizer is not None:
+            raise ConfigError(
+                f"a tokenizer is given with a model object only, and {str(model)!r} brings its "
+                "own; leave tokenizer out, or save yours into the folder of the model "
+                "(tokenizer.save_pretrained)"
+            )
         return str(model)
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -435,6 +451,11 @@ def _model(
 
     if tokenizer is None:
         tokenizer = _own_tokenizer(model)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(
+            "tokenizer must be a tokenizer of transformers, got "
+            f"{tokenizer!r:.80}; give AutoTokenizer.from_pretrained(...)"
+        )
     folder = inputs / "model"
     folder.mkdir(parents=True)
     with without_bars():
@@ -450,13 +471,14 @@ def _own_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(model.name_or_path or "")
     except ModelError as error:
         raise ConfigError(
-            f"a model object needs its tokenizer, but {model.name_or_path or 'it'!r} does not name "
-            "one; pass tokenizer=..."
+            "a model object needs its tokenizer, but "
+            + (f"{model.name_or_path!r} has none" if model.name_or_path else "it has no name")
+            + "; pass tokenizer=..."
         ) from error
     return tokenizer
 
 
-def _task(rows: Rows, path: Path) -> str:
+def _task(rows: Rows, path: Path, *, data: DataSettings) -> str:
     """The spec of a task; rows that are objects are written to `path` first."""
     if isinstance(rows, str | Path):
         return str(rows)
@@ -468,6 +490,8 @@ def _task(rows: Rows, path: Path) -> str:
     records = list(records_from(rows))
     if not records:
         raise ConfigError("rows must hold at least one row, got none")
+    for _ in rows_of(records, data):  # what is wrong is named by the row, not by a file of ours
+        pass
     path.parent.mkdir(parents=True, exist_ok=True)
     write_records(records, path)
     return str(path)

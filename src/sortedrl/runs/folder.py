@@ -5,6 +5,7 @@ config.toml       every setting, as resolved
 events.jsonl      all events
 metrics.jsonl     one line of numbers for each update
 answers.jsonl     some answers of each update, as text
+inputs/           the model and the rows, where Python objects were given
 checkpoints/      the last complete ones, and the best
 logs/             output of the workers of a cluster
 tensorboard/      the metrics as curves, if enabled
@@ -23,7 +24,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +32,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from sortedrl import __version__
 from sortedrl.config.parsing import under_new_keys
+from sortedrl.config.train import TrainSettings
 from sortedrl.core.files import write_whole
 from sortedrl.errors import CheckpointError, ConfigError, DataError, os_errors
 
@@ -146,6 +148,8 @@ class RunFolder:
         """Some answers of each update, as text."""
         self.checkpoints = root / "checkpoints"
         """The last complete checkpoints, and the best."""
+        self.inputs = root / "inputs"
+        """The model and the rows of the run, where Python objects were given."""
         self.model = root / "model"
         """The trained model."""
 
@@ -262,6 +266,30 @@ class RunFolder:
         )
 
 
+def settings_at(settings: TrainSettings, folder: Path) -> TrainSettings:
+    """The settings of a run whose folder now lies at `folder`: its inputs have moved with it."""
+    before = settings.out
+    evaluation = replace(
+        settings.evaluation,
+        tasks=tuple(_input_at(spec, before, folder) for spec in settings.evaluation.tasks),
+    )
+    return replace(
+        settings,
+        out=folder,
+        model=_input_at(settings.model, before, folder),
+        task=_input_at(settings.task, before, folder),
+        evaluation=evaluation,
+    )
+
+
+def _input_at(spec: str, before: Path, folder: Path) -> str:
+    """A model or a task; one of the inputs of the run is named by where they are now."""
+    inputs, path = RunFolder(before).inputs, Path(spec)
+    if not path.is_relative_to(inputs):
+        return spec
+    return str(RunFolder(folder).inputs / path.relative_to(inputs))
+
+
 def as_saved(settings: DataclassInstance) -> dict[str, Any]:
     """Settings as JSON values, as a checkpoint has them."""
     saved: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
@@ -277,7 +305,11 @@ def refuse_other_settings(saved: Mapping[str, Any], given: DataclassInstance) ->
     refused: list[str] = []
     # A setting that is newer than the checkpoint was as it is by default.
     defaults = as_saved(type(given)())
-    for name, before, after in _differences(under_new_keys(saved), as_saved(given), defaults):
+    saved, now = dict(under_new_keys(saved)), as_saved(given)
+    if isinstance(given, TrainSettings) and "out" in saved:
+        for name in ("model", "task"):
+            saved[name] = _input_at(saved[name], Path(saved["out"]), given.out)
+    for name, before, after in _differences(saved, now, defaults):
         change = f"{name} was {before!r}, is {after!r}"
         (allowed if _may_change(name, before, after) else refused).append(change)
     if refused:

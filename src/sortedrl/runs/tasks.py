@@ -30,6 +30,7 @@ from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError
 from sortedrl.report.terminal import progress, tell
 from sortedrl.rewards.functions import RewardSource
+from sortedrl.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from sortedrl.engines.native import NativeEngine
@@ -138,7 +139,10 @@ def _without_shared_rows(
 def _with_reward(
     settings: TrainSettings, spec: str, reward: RewardSource | None, *, split: Split
 ) -> Task:
-    return opened(spec, split=split, folder=settings.folder, reward=reward, data=settings.data)
+    task = opened(spec, split=split, folder=settings.folder, reward=reward, data=settings.data)
+    # The names of numbers must not depend on the folder, so that runs can be compared.
+    is_input = Path(spec).parent == RunFolder(settings.out).inputs
+    return replace(task, name=Path(spec).stem) if is_input else task
 
 
 def _with_options(task: Task, options: Mapping[str, object]) -> Task:

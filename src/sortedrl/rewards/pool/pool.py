@@ -186,7 +186,8 @@ class RewardPool:
                 f"the reward {self._source.function!r} {what} for {names}{more} ({saved}):\n"
                 f"{message.rstrip()}\n"
                 f"The response to prompt {call.prompt.id} begins "
-                f"{call.response[:_SHOWN_CHARACTERS]!r}",
+                f"{call.response[:_SHOWN_CHARACTERS]!r}; its prompt.fields has: "
+                f"{', '.join(sorted(call.prompt.fields)) or 'nothing'}",
                 prompt_id=call.prompt.id,
                 response=call.response,
             )

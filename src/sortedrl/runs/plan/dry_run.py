@@ -163,7 +163,7 @@ def run_memory(
         slots=engine.slots,
         max_tokens=engine.max_tokens,
         prompt_tokens=prompt_tokens,
-        pass_tokens=settings.passes.micro_batch_tokens,
+        pass_tokens=_pass_tokens(settings, sequence_tokens=prompt_tokens + engine.max_tokens),
         precision=_precision(settings, is_gpu=is_gpu),
         is_gpu=is_gpu,
         has_reference=settings.algorithm.kl_coef > 0,
@@ -177,6 +177,18 @@ def run_memory(
         cluster=settings.cluster,
     )
     return planned(demand)
+
+
+def _pass_tokens(settings: TrainSettings, *, sequence_tokens: int) -> int:
+    """The most tokens of a pass: fewer than a micro-batch where all open groups together are."""
+    asked, schedule = settings.passes.micro_batch_tokens, settings.schedule
+    is_grouped = schedule.never_interrupts or schedule.strategy == "sorted"
+    if not is_grouped or settings.environment.is_used:
+        return asked
+    answers = (1 + schedule.lookahead) * schedule.group_trajectories
+    if settings.algorithm.filters_zero_variance:
+        answers += schedule.update_batch  # held back from earlier groups
+    return min(asked, answers * sequence_tokens)
 
 
 def _shape(model: str, *, tell: Callable[[str], None]) -> tuple[Shape, bool]:
