@@ -22,7 +22,7 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,8 +102,17 @@ def open_peer(
     return Remote(name, folder, workload, python=python)
 
 
-def compare(settings: Settings, model: PreTrainedModel, workload: Workload) -> list[Result]:
-    """Run every engine; the native one stays loaded and alternates with each of the others."""
+def compare(
+    settings: Settings,
+    model: PreTrainedModel,
+    workload: Workload,
+    *,
+    keep: Callable[[Sequence[Result]], None],
+) -> list[Result]:
+    """Run every engine; the native one stays loaded and alternates with each of the others.
+
+    `keep` gets all results so far after each engine.
+    """
     others = [name for name in settings.peers if name != "native"]
     seeds = range(settings.seed, settings.seed + settings.repeats)
     results: list[Result] = []
@@ -126,13 +135,19 @@ def compare(settings: Settings, model: PreTrainedModel, workload: Workload) -> l
                 samples.append(_timed(name, peer, seed))
             beside = our_samples[-len(seeds) :]
             results.append(Result(name, peer.note, samples, beside))
+            keep([*_ours(ours, our_samples), *results])
             peer.close()
         if ours is not None:
             if not others:
                 our_samples += [_timed("native", ours, seed) for seed in seeds]
-            results.insert(0, Result("native", ours.note, our_samples, our_samples))
+            results = [*_ours(ours, our_samples), *results]
+            keep(results)
             ours.close()
     return results
+
+
+def _ours(peer: Peer | None, samples: Sequence[Sample]) -> list[Result]:
+    return [] if peer is None else [Result("native", peer.note, samples, samples)]
 
 
 def memory_limit(
@@ -211,23 +226,34 @@ def main() -> None:
     }
     _say(f"{settings.model}: {len(workload.lengths)} answers, {workload.tokens:,} tokens")
     bandwidth = models.copy_bandwidth(settings.device)
-    results = compare(settings, model, workload)
-    limit = None
-    if results[0].name == "native":
-        limit = memory_limit(results[0], model, workload, bandwidth=bandwidth)
-    show(results, limit)
-    if settings.json is not None:
-        facts["copy_bandwidth"] = bandwidth
-        facts["memory_limit"] = limit and {
-            **asdict(limit),
-            "tokens_per_second": limit.tokens_per_second,
-        }
-        facts["results"] = [
+
+    def limit(results: Sequence[Result]) -> MemoryLimit | None:
+        if results[0].name != "native":
+            return None
+        return memory_limit(results[0], model, workload, bandwidth=bandwidth)
+
+    def keep(results: Sequence[Result]) -> None:
+        """So that a machine that is taken away leaves what it found."""
+        if settings.json is not None:
+            found = _as_json(results, limit(results), bandwidth=bandwidth)
+            settings.json.write_text(json.dumps(facts | found, indent=2, default=str) + "\n")
+
+    results = compare(settings, model, workload, keep=keep)
+    show(results, limit(results))
+
+
+def _as_json(
+    results: Sequence[Result], limit: MemoryLimit | None, *, bandwidth: float
+) -> dict[str, object]:
+    return {
+        "copy_bandwidth": bandwidth,
+        "memory_limit": limit and {**asdict(limit), "tokens_per_second": limit.tokens_per_second},
+        "results": [
             asdict(result)
             | {"tokens_per_second": result.rate, "spread": result.spread, "ratio": result.ratio}
             for result in results
-        ]
-        settings.json.write_text(json.dumps(facts, indent=2, default=str) + "\n")
+        ],
+    }
 
 
 def _timed(name: PeerName, peer: Peer, seed: int) -> Sample:

@@ -10,6 +10,7 @@ from random import Random
 import pytest
 import torch
 from peft import LoraConfig
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -235,11 +236,14 @@ def test_the_model_is_left_as_it_was_also_after_an_error():
     model = tiny_model("llama").train()
     checkpoint_layers(model)
     before = model.config._attn_implementation
-    functions = [layer._gradient_checkpointing_func for layer in model.base_model.layers]
+    layers = list(model.base_model.layers)
+    forwards = [layer.forward for layer in layers]
 
     def as_it_was():
-        now = [layer._gradient_checkpointing_func for layer in model.base_model.layers]
-        return model.config._attn_implementation == before and now == functions and model.training
+        are_checkpointed = all(layer.gradient_checkpointing for layer in layers)
+        has_own = [layer.forward for layer in layers] == forwards
+        is_set = model.config._attn_implementation == before and model.training
+        return are_checkpointed and has_own and is_set
 
     packed = PackedModel(model)
     assert as_it_was()
@@ -398,10 +402,44 @@ def test_a_compiled_layer_is_one_graph_for_rows_of_all_lengths(monkeypatch):
     model = tiny_model("llama", num_hidden_layers=3).eval()
     packed = PackedModel(model, is_compiled=True)
     with torch.no_grad():
-        for lengths in ((5, 3), (7, 2, 4), (12, 11), (4, 6, 9, 30)):
+        for lengths in ((5, 4), (7, 2, 4), (12, 11), (4, 6, 9, 30)):
             found = packed.logprobs([TokenSequence([1], list(range(n))) for n in lengths])
             assert len(found.logprobs_T) == sum(lengths)
     assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile, about itself
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_updates_need_one_graph_for_all_layers(monkeypatch, checkpointing, has_adapters):
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def over_the_row(q, k, v, row, *, scale, window):
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return attended.transpose(1, 2)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(layers.torch, "compile", partial(torch.compile, backend=counted))
+    model = tiny_model("llama", num_hidden_layers=3, num_key_value_heads=6).train()
+    if has_adapters:
+        model.add_adapter(LoraConfig(r=3, target_modules="all-linear"))
+    if checkpointing:
+        checkpoint_layers(model)
+    packed = PackedModel(model, is_compiled=True)
+    assert not graphs, "what the model computes is compared without them"
+    monkeypatch.setattr(packed_attention, "_one_by_one", over_the_row)
+    for lengths in ((5, 4), (7, 2, 4), (4, 6, 9, 30)):
+        sequences = [TokenSequence([1], list(range(n))) for n in lengths]
+        packed.logprobs(sequences).logprobs_T.sum().backward()
+    assert len(graphs) == 1
+    with torch.no_grad():
+        packed.logprobs(sequences)
+    assert len(graphs) == 2, "one more for passes without gradients"
+    assert not model.get_input_embeddings()._forward_hooks or checkpointing
 
 
 def gradients_of(packed):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -113,47 +114,76 @@ class Row:
 
 @contextmanager
 def packed_attention(model: PreTrainedModel, forwards: Forwards) -> Iterator[None]:
-    """The model with packed attention, these layers and no dropout inside the block."""
+    """The model with packed attention, these layers and no dropout inside the block.
+
+    Gradient checkpointing is applied here: since 5.23 transformers applies it inside a layer's
+    forward, which would break the graph of a compiled layer; earlier versions apply it outside.
+    """
     config = model.config.get_text_config()
     dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0]
-    layers: list[Any] = [m for m in model.modules() if _is_checkpointed(m)]
-    checkpoints = [layer._gradient_checkpointing_func for layer in layers]
+    layers = [m for m in model.modules() if _is_checkpointed(m)]
 
-    def packed_again(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """A checkpoint function whose layer is packed also when the backward pass repeats it."""
+    def repeated(layer: Any) -> Callable[..., Any]:  # noqa: ANN401
+        """The forward of a layer that the backward pass repeats, where it is packed again."""
+        forward, checkpoint = forwards.get(layer, layer.forward), layer._gradient_checkpointing_func
 
-        def checkpointed(layer: Callable[..., Any], *inputs: object) -> Any:  # noqa: ANN401
+        def checkpointed(*inputs: object, **named: object) -> Any:  # noqa: ANN401
             def packed(*inputs: object) -> Any:  # noqa: ANN401
-                with _switched(config, dropouts), replaced_forwards(forwards):
-                    return layer(*inputs)
+                with _switched(config, dropouts, [layer]):
+                    return forward(*inputs, **named)
 
             return checkpoint(packed, *inputs)
 
         return checkpointed
 
+    replaced = {**forwards, **{layer: repeated(layer) for layer in layers}}
+    hooks = [] if not forwards else [_alike_for_all_layers(model)]
     try:
-        for layer, checkpoint in zip(layers, checkpoints, strict=True):
-            layer._gradient_checkpointing_func = packed_again(checkpoint)
-        with _switched(config, dropouts), replaced_forwards(forwards):
+        with _switched(config, dropouts, layers), replaced_forwards(replaced):
             yield
     finally:
-        for layer, checkpoint in zip(layers, checkpoints, strict=True):
-            layer._gradient_checkpointing_func = checkpoint
+        for hook in hooks:
+            hook.remove()
+
+
+def _alike_for_all_layers(model: PreTrainedModel) -> RemovableHandle:
+    """Let the input of the first layer have a gradient exactly where those of the others have one.
+
+    Otherwise the first layer is compiled a second time where embeddings are frozen, as they are
+    beside adapters, and where transformers gives them a gradient that nobody asks for.
+    """
+
+    def alike(_: nn.Module, __: object, embedded: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return embedded.detach()
+        return embedded if embedded.requires_grad else embedded.requires_grad_()
+
+    return model.get_input_embeddings().register_forward_hook(alike)
 
 
 @contextmanager
-def _switched(config: Any, dropouts: Sequence[nn.Module]) -> Iterator[None]:  # noqa: ANN401
+def _switched(
+    config: Any,  # noqa: ANN401
+    dropouts: Sequence[nn.Module],
+    layers: Sequence[Any],
+) -> Iterator[None]:
+    """Our attention, without these dropouts, and with layers that do not checkpoint themselves."""
     before = config._attn_implementation
     training = [dropout for dropout in dropouts if dropout.training]
+    checkpointed = [layer for layer in layers if layer.gradient_checkpointing]
     config._attn_implementation = _NAME
     try:
         for dropout in training:
             dropout.training = False
+        for layer in checkpointed:
+            layer.gradient_checkpointing = False
         yield
     finally:
         config._attn_implementation = before
         for dropout in training:
             dropout.training = True
+        for layer in checkpointed:
+            layer.gradient_checkpointing = True
 
 
 def _is_checkpointed(module: nn.Module) -> bool:

@@ -245,7 +245,13 @@ class PackedModel:
 
     def check(self) -> None:
         """Compare with the model's own forward pass; raises `ModelError` if they differ."""
-        _probe(self)
+        # Without compiled layers: those would be compiled for passes without gradients first, which
+        # most runs never make again.
+        compiled, self._compiled = self._compiled, {}
+        try:
+            _probe(self)
+        finally:
+            self._compiled = compiled
 
     def logprobs(
         self, sequences: Sequence[TokenSequence], *, with_entropy: bool = False
