@@ -31,15 +31,16 @@ SERIAL = replace(PARALLEL, is_parallel=False)
 TILES = (
     PARALLEL,
     SERIAL,
+    replace(PARALLEL, is_tma=True),
     Tile(columns=64, rows=64, warps=4, stages=3, is_parallel=True),
     Tile(columns=128, rows=32, warps=8, stages=2, is_parallel=False),
-    Tile(columns=128, rows=128, warps=8, stages=3, is_parallel=False),
+    Tile(columns=128, rows=128, warps=8, stages=3, is_parallel=False, is_tma=True),
 )
 if HAS_CUDA:
     TILES += (
         Tile(columns=256, rows=16, warps=8, stages=4, is_parallel=True),
         Tile(columns=256, rows=128, warps=8, stages=3, is_parallel=True),
-        Tile(columns=128, rows=64, warps=4, stages=6, is_parallel=False),
+        Tile(columns=128, rows=64, warps=4, stages=6, is_parallel=False, is_tma=True),
     )
 
 

@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 BLOCK_K = 64
 
@@ -50,6 +51,11 @@ class Tile:
     stages: int
     is_parallel: bool
     """Whether slices are summed by programs of their own."""
+    is_tma: bool = False
+    """Whether the copy engine fetches weights and inputs; it wants rows of a multiple of 16 bytes.
+
+    The bits are the same, as only the way into shared memory differs.
+    """
 
     def stage_bytes(self, element_bytes: int = 2) -> int:
         """Shared memory for the weights and inputs that are on their way."""
@@ -123,13 +129,19 @@ def multiply(
     if is_parallel:
         sums = x.new_empty(slices, num_rows, columns, dtype=torch.float32)
     added = bias if bias is not None else weight
+    left: Tensor | TensorDescriptor = weight
+    right: Tensor | TensorDescriptor = x
+    is_tma = tile.is_tma and _takes_tma(x) and _takes_tma(weight)
+    if is_tma:
+        left = TensorDescriptor.from_tensor(weight, [tile.columns, BLOCK_K])
+        right = TensorDescriptor.from_tensor(x, [tile.rows, BLOCK_K])
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns)
     _multiply[(tiles, slices if is_parallel else 1)](
-        x, weight, added, sums,
+        right, left, added, sums,
         num_rows, columns, inputs, x.stride(0), weight.stride(0), slices, slice_blocks,
         BLOCK_N=tile.columns, BLOCK_R=tile.rows, BLOCK_K=BLOCK_K,
         IS_PARALLEL=is_parallel, IS_ONE_SLICE=slices == 1,
-        IS_EVEN=inputs % (slices * BLOCK_K) == 0, HAS_BIAS=bias is not None,
+        IS_EVEN=inputs % (slices * BLOCK_K) == 0, HAS_BIAS=bias is not None, IS_TMA=is_tma,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if is_parallel:
@@ -142,6 +154,12 @@ def multiply(
 
 
 _MERGED = 512
+
+
+def _takes_tma(operand: Tensor) -> bool:
+    """Whether the copy engine can address rows of this tensor."""
+    row_bytes = operand.stride(0) * operand.element_size()
+    return row_bytes % 16 == 0 and operand.data_ptr() % 16 == 0
 
 
 @torch.library.custom_op("sortedrl::fixed_split_product", mutates_args=())
@@ -172,22 +190,38 @@ def fixed_split(layer: nn.Linear, *, is_wide: bool) -> Callable[[Tensor], Tensor
 
 @_kernel
 def _slice_sums(
-    inputs: tl.tensor, weights: tl.tensor, index: tl.tensor,
-    num_inputs: tl.tensor, slice_blocks: tl.tensor,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, IS_EVEN: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, index: tl.tensor,
+    first_row: tl.tensor, first_column: tl.tensor,
+    num_rows: tl.tensor, num_columns: tl.tensor, num_inputs: tl.tensor,
+    x_stride: tl.tensor, weight_stride: tl.tensor, slice_blocks: tl.tensor,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    IS_EVEN: tl.constexpr, IS_TMA: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     begin = index * slice_blocks * BLOCK_K
     end = tl.minimum(begin + slice_blocks * BLOCK_K, num_inputs)
     sums_NR = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-    for start in range(begin, end, BLOCK_K):
-        if IS_EVEN:
-            weights_NK = tl.load(weights + start)
-            inputs_RK = tl.load(inputs + start)
-        else:
-            mask_1K = (start + tl.arange(0, BLOCK_K) < end)[None, :]
-            weights_NK = tl.load(weights + start, mask=mask_1K, other=0.0)
-            inputs_RK = tl.load(inputs + start, mask=mask_1K, other=0.0)
-        sums_NR = tl.dot(weights_NK, tl.trans(inputs_RK), sums_NR, input_precision="ieee")
+    if IS_TMA:
+        # Zeros are read beyond the end.
+        for start in range(begin, end, BLOCK_K):
+            weights_NK = weight.load([first_column, start])
+            inputs_RK = x.load([first_row, start])
+            sums_NR = tl.dot(weights_NK, tl.trans(inputs_RK), sums_NR, input_precision="ieee")
+    else:
+        # What lies beyond the end is read from the last row or column, and is not written.
+        columns_N = tl.minimum(first_column + tl.arange(0, BLOCK_N), num_columns - 1)
+        rows_R = tl.minimum(first_row + tl.arange(0, BLOCK_R), num_rows - 1)
+        inner_K = tl.arange(0, BLOCK_K)
+        weights = weight + columns_N.to(tl.int64)[:, None] * weight_stride + inner_K[None, :]
+        inputs = x + rows_R.to(tl.int64)[:, None] * x_stride + inner_K[None, :]
+        for start in range(begin, end, BLOCK_K):
+            if IS_EVEN:
+                weights_NK = tl.load(weights + start)
+                inputs_RK = tl.load(inputs + start)
+            else:
+                mask_1K = (start + inner_K < end)[None, :]
+                weights_NK = tl.load(weights + start, mask=mask_1K, other=0.0)
+                inputs_RK = tl.load(inputs + start, mask=mask_1K, other=0.0)
+            sums_NR = tl.dot(weights_NK, tl.trans(inputs_RK), sums_NR, input_precision="ieee")
     return sums_NR
 
 
@@ -198,38 +232,31 @@ def _multiply(
     x_stride: tl.tensor, weight_stride: tl.tensor, slices: tl.tensor, slice_blocks: tl.tensor,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     IS_PARALLEL: tl.constexpr, IS_ONE_SLICE: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_TMA: tl.constexpr,
 ) -> None:  # fmt: skip
     # Tiles of the same weights are neighbours, so that the weights are read once.
     row_tiles = tl.cdiv(num_rows, BLOCK_R)
-    columns_N = tl.program_id(0) // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows_R = tl.program_id(0) % row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
-    # What lies beyond the end is read from the last row or column, and is not written.
-    sources_N = tl.minimum(columns_N, num_columns - 1).to(tl.int64) * weight_stride
-    sources_R = tl.minimum(rows_R, num_rows - 1).to(tl.int64) * x_stride
-    inner_K = tl.arange(0, BLOCK_K)
-    weights = weight + sources_N[:, None] + inner_K[None, :]
-    inputs = x + sources_R[:, None] + inner_K[None, :]
+    first_column = tl.program_id(0) // row_tiles * BLOCK_N
+    first_row = tl.program_id(0) % row_tiles * BLOCK_R
+    columns_N = first_column + tl.arange(0, BLOCK_N)
+    rows_R = first_row + tl.arange(0, BLOCK_R)
     mask = (columns_N < num_columns)[:, None] & (rows_R < num_rows)[None, :]
     targets = rows_R.to(tl.int64)[None, :] * num_columns + columns_N[:, None]
 
-    if IS_PARALLEL:
-        index = tl.program_id(1)
+    if IS_PARALLEL or IS_ONE_SLICE:
         total_NR = _slice_sums(
-            inputs, weights, index, num_inputs, slice_blocks,
-            BLOCK_N, BLOCK_R, BLOCK_K, IS_EVEN,
+            x, weight, tl.program_id(1), first_row, first_column,
+            num_rows, num_columns, num_inputs, x_stride, weight_stride, slice_blocks,
+            BLOCK_N, BLOCK_R, BLOCK_K, IS_EVEN, IS_TMA,
         )  # fmt: skip
-        targets += tl.cast(index, tl.int64) * num_rows * num_columns
-    elif IS_ONE_SLICE:
-        total_NR = _slice_sums(
-            inputs, weights, 0, num_inputs, slice_blocks, BLOCK_N, BLOCK_R, BLOCK_K, IS_EVEN
-        )
+        targets += tl.program_id(1).to(tl.int64) * num_rows * num_columns
     else:
         total_NR = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
         for index in range(slices):
             total_NR += _slice_sums(
-                inputs, weights, index, num_inputs, slice_blocks,
-                BLOCK_N, BLOCK_R, BLOCK_K, IS_EVEN,
+                x, weight, index, first_row, first_column,
+                num_rows, num_columns, num_inputs, x_stride, weight_stride, slice_blocks,
+                BLOCK_N, BLOCK_R, BLOCK_K, IS_EVEN, IS_TMA,
             )  # fmt: skip
     if HAS_BIAS and not IS_PARALLEL:
         total_NR += tl.load(bias + tl.minimum(columns_N, num_columns - 1)).to(tl.float32)[:, None]
