@@ -1,4 +1,4 @@
-"""Products with a fixed split of K: against float64, and the law that a row does not feel its batch.
+"""Products with a fixed split of K: against float64, and a row that does not feel its batch.
 
 Without a GPU the kernels run in Triton's interpreter, on small sizes.
 """
