@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from provenance import provenance
 from sortedrl.engines.native import NativeEngine, Sampling, cuda_runner, native_engine
 from sortedrl.engines.native.cuda_runner import CudaRunner, _Size
-from sortedrl.engines.native.hf_model import HFModel
+from sortedrl.engines.native.hf_model import GpuKernels, HFModel
 from sortedrl.engines.sampling import CacheSize
 from sortedrl.types import Prompt, Trajectory
 
@@ -85,9 +85,22 @@ def free_device() -> Iterator[None]:
     """Make new engines of this process use a device without forward passes."""
 
     def runner(
-        hf_model: HFModel, size: CacheSize, *, slots: int, max_rows: int, is_compiled: bool
+        hf_model: HFModel,
+        size: CacheSize,
+        *,
+        slots: int,
+        max_rows: int,
+        is_compiled: bool,
+        kernels: GpuKernels,
     ) -> CudaRunner:
-        return _FreeRunner(hf_model, size=size, slots=slots, max_rows=max_rows, is_compiled=False)
+        return _FreeRunner(
+            hf_model,
+            size=size,
+            slots=slots,
+            max_rows=max_rows,
+            is_compiled=False,
+            kernels=kernels,
+        )
 
     with (
         patch.object(torch.cuda, "Event", _Event),

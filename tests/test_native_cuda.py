@@ -16,7 +16,7 @@ pytest.importorskip("triton.language")
 
 from interpreted import HAS_CUDA
 from native_worlds import ARCHITECTURES, fresh_all, tiny_model
-from sortedrl.engines.native import NativeEngine, Sampling, cuda_runner
+from sortedrl.engines.native import GpuKernels, NativeEngine, Sampling, cuda_runner
 from sortedrl.engines.native import native_engine as engine_module
 from sortedrl.errors import ConfigError
 from sortedrl.types import Weights
@@ -30,6 +30,15 @@ FAMILIES = ARCHITECTURES if HAS_CUDA else ("llama", "gemma3")
 SIZES = (
     {} if HAS_CUDA else {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 )
+# The products of the interpreter are those of a CPU.
+KERNELS = [GpuKernels(span_tile=64)]
+if HAS_CUDA:
+    KERNELS += [
+        GpuKernels(span_tile=128),
+        GpuKernels(decode_tile=64, span_tile=64),
+        GpuKernels(products="fixed_split"),
+        GpuKernels(products="fastest", span_tile=64),
+    ]
 cuda_only = pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")
 ignores_interpreter = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
@@ -53,8 +62,13 @@ def _no_gpu_needed(monkeypatch):
     monkeypatch.setattr(
         engine_module,
         "_runner",
-        lambda hf_model, size, *, slots, max_rows, is_compiled: cuda_runner.CudaRunner(
-            hf_model, size=size, slots=slots, max_rows=max_rows, is_compiled=False
+        lambda hf_model, size, *, slots, max_rows, is_compiled, kernels: cuda_runner.CudaRunner(
+            hf_model,
+            size=size,
+            slots=slots,
+            max_rows=max_rows,
+            is_compiled=False,
+            kernels=kernels,
         ),
     )
 
@@ -105,9 +119,24 @@ def test_an_answer_does_not_feel_batch_chunks_preemption_or_interruption(archite
 
 @ignores_interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_log_probabilities_are_those_of_a_plain_pass(dtype):
+@pytest.mark.parametrize("kernels", KERNELS, ids=str)
+def test_the_same_holds_with_kernels_that_are_not_the_default(kernels, dtype):
+    model = _model("llama", dtype)
+    trajectories = fresh_all(LENGTHS, samples=1)
+    common = {"max_tokens": MAX_TOKENS, "stop_tokens": (), "block_tokens": 16, "kernels": kernels}
+    engine = NativeEngine(model, slots=len(LENGTHS), **common)
+    together = _write(engine, trajectories)
+    few = NativeEngine(model, slots=2, chunk_tokens=6, **common)
+    assert _write(few, trajectories[-3:]) == {t.key: together[t.key] for t in trajectories[-3:]}
+    assert _write(engine, trajectories, tolerance=0.0, interrupts=(1, 2, 9, 30)) == together
+
+
+@ignores_interpreter
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernels", [None, *KERNELS], ids=str)
+def test_log_probabilities_are_those_of_a_plain_pass(kernels, dtype):
     model = _model("qwen3", dtype)
-    engine = NativeEngine(model, slots=4, max_tokens=MAX_TOKENS, stop_tokens=())
+    engine = NativeEngine(model, slots=4, max_tokens=MAX_TOKENS, stop_tokens=(), kernels=kernels)
     slack = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.2}[dtype]
     for trajectory in engine.generate([[3, 5, 7], [9] * 11], progress=False):
         text = [*trajectory.prompt.tokens, *trajectory.tokens]

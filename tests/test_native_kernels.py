@@ -86,6 +86,29 @@ class World:
         rows = replace(self.rows, tile_starts_R=starts, tile_counts_R=counts)
         return replace(self, rows=rows)
 
+    def with_spans(self, heights):
+        """The same world in tiles of two heights, as the engine launches them."""
+        narrow = kernels.tokens_per_tile(self.group, tile_rows=heights.decode)
+        wide = kernels.tokens_per_tile(self.group, tile_rows=heights.spans)
+        slots = self.rows.slots_R.tolist()
+        starts, counts = (tensor.tolist() for tensor in _tiles(slots, wide))
+        tiles = [tile for tile in zip(starts, counts, strict=True) if tile[1]]
+        small = [tile for tile in tiles if tile[1] <= narrow] or [(0, 0)]
+        large = [tile for tile in tiles if tile[1] > narrow] or [(0, 0)]
+        starts, counts = zip(*small, strict=True)
+        rows = replace(
+            self.rows,
+            tile_starts_R=_ints(starts),
+            tile_counts_R=_ints(counts),
+            span_tiles=tuple(map(_ints, zip(*large, strict=True))),
+        )
+        return replace(self, rows=rows)
+
+    @property
+    def group(self):
+        """Query heads per key/value head."""
+        return self.q.shape[1] // len(self.key_cache)
+
 
 def _ints(values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
@@ -204,6 +227,48 @@ def test_a_row_does_not_feel_its_batch(dtype, group, window):
     order = [16, 7, 0, 4, 3, 15]
     _assert_same_bits(world.pick(order).attend(window=window)[:, :6], out[:, order])
     _assert_same_bits(world.pick([3]).attend(window=window)[:, :1], out[:, [3]])
+
+
+HEIGHTS = (
+    kernels.TileRows(spans=64),
+    kernels.TileRows(decode=32, spans=64),
+    *([kernels.TileRows(spans=128)] if HAS_CUDA else []),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("group", "dim"), [(1, 16), (4, 64), *([(4, 128), (5, 128)] if HAS_CUDA else [])]
+)
+@pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarning")  # of undefined rows
+def test_a_row_does_not_feel_the_height_of_its_tile(dtype, group, dim):
+    sequences = [Sequence(1, 1), Sequence(1030, 7), Sequence(70, 20 if group > 1 else 40)]
+    if HAS_CUDA:
+        sequences += [Sequence(2100, 1500), Sequence(130, 100)]
+    world = _world(sequences, group=group, key_heads=1, dim=dim, dtype=dtype)
+    for window in (None, 90) if HAS_CUDA else (None,):
+        exact = _reference(world, window=window)
+        alone = world.tiled(1).attend(window=window, tile_rows=HEIGHTS[0])
+        _assert_close(alone, exact)
+        for heights in HEIGHTS:
+            out = world.with_spans(heights).attend(window=window, tile_rows=heights)
+            _assert_same_bits(out, alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_tall_tile_for_all_rows_is_as_good(dtype):
+    world = _world([Sequence(70, 25), Sequence(515, 2)], group=3, key_heads=1, dtype=dtype)
+    tall = kernels.TileRows(decode=64, spans=64)
+    _assert_close(world.attend(tile_rows=tall), _reference(world))
+    alone = world.tiled(1).attend(tile_rows=tall)
+    for tokens in (21,):
+        _assert_same_bits(world.tiled(tokens).attend(tile_rows=tall), alone)
+
+
+def test_heights_of_tiles_are_those_of_matrix_instructions():
+    for wrong in ({"decode": 8}, {"spans": 48}, {"decode": 64, "spans": 32}):
+        with pytest.raises(ValueError, match="16, 32, 64 or 128 rows"):
+            kernels.TileRows(**wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from sortedrl.engines.native.matmul import fixed_rows, invariant_products
+from sortedrl.engines.native.hf_model import GpuKernels
+from sortedrl.engines.native.matmul import chosen_products, fixed_rows, invariant_products
 
 SIZES = (8, 16, 64, 96, 128, 256)
 
@@ -89,3 +90,65 @@ def test_a_product_of_fixed_rows_keeps_the_shape_of_its_input(shape):
     layer = nn.Linear(32, 48)
     x = torch.randn(shape)
     torch.testing.assert_close(fixed_rows(layer)(x), layer(x))
+
+
+class Ours:
+    """A product of our own, and how long it takes."""
+
+    def __init__(self, layer, product=row_by_row):
+        self.layer = layer
+        self.product = product(layer)
+
+    def __call__(self, x):
+        return self.product(x)
+
+
+def chosen(model, kernels, *, ours=Ours, seconds=None):
+    return chosen_products(
+        model, {}, kernels=kernels, ours=ours, sizes=SIZES, decode_sizes=(64, 96), seconds=seconds
+    )
+
+
+def half_layers():
+    return Layers().to(torch.bfloat16)
+
+
+def test_the_library_computes_all_products_unless_told_otherwise():
+    assert chosen(half_layers(), GpuKernels()) == {}
+
+
+def test_our_products_are_for_16_bit_weights_and_the_shapes_that_are_named():
+    model = half_layers()
+    kernels = GpuKernels(products="fixed_split")
+    assert chosen(model, kernels).keys() == {model.up, model.again, model.down}
+    assert chosen(Layers(), kernels) == {}
+    some = GpuKernels(products="fixed_split", shapes=frozenset({(48, 32)}))
+    assert chosen(model, some).keys() == {model.up, model.again}
+
+
+def test_the_faster_product_is_taken_for_a_shape_and_all_its_rows():
+    model = half_layers()
+    rows_timed = set()
+
+    def seconds(products, x):
+        layers = [product.layer if type(product) is Ours else product for product in products]
+        assert layers in ([model.up, model.again], [model.down])
+        rows_timed.add(len(x))
+        is_faster = type(products[0]) is Ours and model.up in layers
+        return 1e-6 if is_faster else 2e-6
+
+    found = chosen(model, GpuKernels(products="fastest"), seconds=seconds)
+    assert found.keys() == {model.up, model.again}
+    assert rows_timed == {64, 96, max(SIZES)}
+
+
+def test_a_product_of_ours_that_depends_on_the_rows_is_not_taken(caplog):
+    model = half_layers()
+    with caplog.at_level(logging.WARNING):
+        found = chosen(
+            model,
+            GpuKernels(products="fixed_split"),
+            ours=lambda layer: Ours(layer, with_a_split_for_few_rows),
+        )
+    assert found == {}
+    assert "keeping those of the library" in caplog.text

@@ -6,6 +6,12 @@ splits change nothing, because a row always gets the same arithmetic in the same
 shape, keys in blocks of `BLOCK_KEYS` counted from position 0, splits of `SPLIT_TOKENS` counted from
 position 0 and merged in order, masked keys that add exactly 0.
 
+Rows that only decode and spans of prefill may have tiles of two heights (`TileRows`). Then the
+order of sums must not follow the height either: a reduction over the keys is spread over threads by
+the shape of the tile, so probabilities are summed as a matrix product instead, whose order along
+the keys is that of the values. That matrix instructions of both heights add alike is a property of
+the GPU, which a test compares; it has not run on one yet, so both heights are `TILE_ROWS`.
+
 Token place of a position: `block_tables[slot, position // block_tokens] * block_tokens
 + position % block_tokens`.
 
@@ -30,6 +36,8 @@ BLOCK_KEYS = 64
 TILE_ROWS = 16
 
 _kernel: Callable[[Callable[..., Any]], Any] = triton.jit
+# The number of rows changes from pass to pass: no compilation for 1 or for multiples of 16.
+_kernel_of_rows: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["num_rows"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +45,8 @@ class KernelRows:
     """The token of each row, and the rows that share an attention tile.
 
     A tile is `tile_counts_R[t]` rows from `tile_starts_R[t]` on: one slot, consecutive
-    positions, at most `tokens_per_tile` of them; a count of 0 is no tile.
+    positions, at most `tokens_per_tile` of them; a count of 0 is no tile. There may be fewer
+    places for tiles than rows. Tiles of the other height are listed apart.
     """
 
     slots_R: Tensor
@@ -45,16 +54,43 @@ class KernelRows:
     tile_starts_R: Tensor
     tile_counts_R: Tensor
     block_tables: Tensor
+    span_tiles: tuple[Tensor, Tensor] | None = None
+    """Starts and counts of the tiles of `TileRows.spans` rows; the others have `decode` rows."""
 
     def __post_init__(self) -> None:
         """The kernels step through memory."""
         per_row = (self.slots_R, self.positions_R, self.tile_starts_R, self.tile_counts_R)
-        assert all(tensor.is_contiguous() for tensor in (*per_row, self.block_tables))
+        assert all(
+            tensor.is_contiguous()
+            for tensor in (*per_row, self.block_tables, *(self.span_tiles or ()))
+        )
 
 
-def tokens_per_tile(group: int) -> int:
+@dataclass(frozen=True, kw_only=True)
+class TileRows:
+    """The heights of tiles, in query rows: tokens x query heads per key/value head."""
+
+    decode: int = TILE_ROWS
+    spans: int = TILE_ROWS
+    """For spans with more tokens than a tile of the other height holds."""
+
+    def __post_init__(self) -> None:
+        """Matrix instructions have heights of their own."""
+        if not {self.decode, self.spans} <= {16, 32, 64, 128} or self.spans < self.decode:
+            raise ValueError(
+                "attention tiles must have 16, 32, 64 or 128 rows, those of spans no fewer than "
+                f"those of decoding, got {self.spans} and {self.decode}"
+            )
+
+    @property
+    def are_two(self) -> bool:
+        """Whether rows come in tiles of two heights."""
+        return self.spans > self.decode
+
+
+def tokens_per_tile(group: int, *, tile_rows: int = TILE_ROWS) -> int:
     """How many tokens of a sequence, each with its `group` query heads, fill a tile."""
-    return max(1, TILE_ROWS // group)
+    return max(1, tile_rows // group)
 
 
 def write_cache(
@@ -92,6 +128,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     num_splits: int,
+    tile_rows: TileRows | None = None,
 ) -> Tensor:
     """Causal attention [1, R, H, D] of the queries [1, H, R, D] to what the caches hold.
 
@@ -103,6 +140,8 @@ def paged_attention(
     group = num_heads // num_key_heads
     dim_pad = max(16, triton.next_power_of_2(dim))
     key_bytes = dim_pad * q.element_size()
+    heights = tile_rows or TileRows()
+    assert rows.span_tiles is None or heights.are_two
     assert q.stride(3) == 1
     assert q.dtype == key_cache.dtype == value_cache.dtype
     assert key_cache.is_contiguous()
@@ -111,15 +150,21 @@ def paged_attention(
     num_partials = num_splits if num_splits > 1 else 0
     partials = q.new_empty(num_partials, num_rows, num_heads, dim, dtype=torch.float32)
     weights = q.new_empty(num_partials, num_rows, num_heads, dtype=torch.float32)
-    _attend[(num_rows, num_key_heads, num_splits)](
-        q, key_cache, value_cache, out, partials, weights,
-        rows.slots_R, rows.positions_R, rows.tile_starts_R, rows.tile_counts_R, rows.block_tables,
-        scale * math.log2(math.e), q.stride(1), q.stride(2), key_cache.stride(0),
-        rows.block_tables.stride(0),
-        G=group, M=max(TILE_ROWS, triton.next_power_of_2(group)), D=dim, D_PAD=dim_pad,
-        BLOCK_TOKENS=block_tokens, WINDOW=window or 0, BLOCK_N=BLOCK_KEYS, SPLIT=SPLIT_TOKENS,
-        num_warps=8 if key_bytes > 256 else 4, num_stages=5 if key_bytes <= 128 else 3,
-    )  # fmt: skip
+    tiles = [(heights.decode, rows.tile_starts_R, rows.tile_counts_R)]
+    if rows.span_tiles is not None:
+        tiles.append((heights.spans, *rows.span_tiles))
+    for height, starts, counts in tiles:
+        tile = max(height, triton.next_power_of_2(group))
+        _attend[(len(starts), num_key_heads, num_splits)](
+            q, key_cache, value_cache, out, partials, weights,
+            rows.slots_R, rows.positions_R, starts, counts, rows.block_tables,
+            scale * math.log2(math.e), num_rows, q.stride(1), q.stride(2), key_cache.stride(0),
+            rows.block_tables.stride(0),
+            G=group, M=tile, D=dim, D_PAD=dim_pad,
+            BLOCK_TOKENS=block_tokens, WINDOW=window or 0, BLOCK_N=BLOCK_KEYS, SPLIT=SPLIT_TOKENS,
+            SUMS_BY_DOT=heights.are_two,
+            **launch_options(tile, key_bytes),
+        )  # fmt: skip
     if num_splits > 1:
         _merge[(num_rows, num_key_heads)](
             partials, weights, out, rows.positions_R, num_splits,
@@ -128,6 +173,12 @@ def paged_attention(
             num_warps=4,
         )  # fmt: skip
     return out
+
+
+def launch_options(tile: int, key_bytes: int) -> dict[str, int]:
+    """Warps and stages for a tile of this many rows; no bit depends on them."""
+    is_large = key_bytes > 256 or tile > 64
+    return {"num_warps": 8 if is_large else 4, "num_stages": 5 if key_bytes <= 128 else 3}
 
 
 @_kernel
@@ -170,15 +221,61 @@ def _write(
 
 
 @_kernel
+def _attend_to_keys(
+    queries: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, table: tl.tensor,
+    positions_M: tl.tensor, head_offset: tl.tensor,
+    begin: tl.tensor, end: tl.tensor, last: tl.tensor, scale: tl.tensor,
+    M: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SUMS_BY_DOT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    largest_M = tl.full([M], float("-inf"), tl.float32)
+    sums_M = tl.zeros([M], tl.float32)
+    sums_M16 = tl.zeros([M, 16], tl.float32)
+    result = tl.zeros([M, D_PAD], tl.float32)
+    dims = tl.arange(0, D_PAD)
+    for block in range(begin, end, BLOCK_N):
+        keys_N = block + tl.arange(0, BLOCK_N)
+        places_N = _places(table, keys_N, keys_N <= last, BLOCK_TOKENS)
+        offsets = (head_offset + places_N * D)[:, None] + dims[None, :]
+        is_held = (keys_N <= last)[:, None] & (dims < D)[None, :]
+        keys = tl.load(key_cache + offsets, mask=is_held, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        is_seen = _is_seen(keys_N[None, :], positions_M[:, None], WINDOW)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_largest_M = tl.maximum(largest_M, tl.max(scores, 1))
+        # A row that has seen no key yet: -inf - -inf would be NaN.
+        origin_M = tl.where(new_largest_M == float("-inf"), 0.0, new_largest_M)
+        decay_M = tl.exp2(largest_M - origin_M)
+        probabilities = tl.exp2(scores - origin_M[:, None])
+        values = tl.load(value_cache + offsets, mask=is_held, other=0.0)
+        if not SUMS_BY_DOT:
+            sums_M = sums_M * decay_M + tl.sum(probabilities, 1)
+        probabilities = probabilities.to(values.dtype)
+        if SUMS_BY_DOT:
+            ones = tl.full([BLOCK_N, 16], 1.0, values.dtype)
+            sums_M16 = tl.dot(
+                probabilities, ones, sums_M16 * decay_M[:, None], input_precision="ieee"
+            )
+        result = tl.dot(probabilities, values, result * decay_M[:, None], input_precision="ieee")
+        largest_M = new_largest_M
+
+    if SUMS_BY_DOT:
+        # All columns are the same.
+        sums_M = tl.max(sums_M16, 1)
+    return largest_M, sums_M, result
+
+
+@_kernel_of_rows
 def _attend(
     q: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, out: tl.tensor, partials: tl.tensor,
     weights: tl.tensor,
     slots_R: tl.tensor, positions_R: tl.tensor, tile_starts_R: tl.tensor, tile_counts_R: tl.tensor,
     block_tables: tl.tensor,
-    scale: tl.tensor, q_head_stride: tl.tensor, q_row_stride: tl.tensor, cache_stride: tl.tensor,
-    table_stride: tl.tensor,
+    scale: tl.tensor, num_rows: tl.tensor, q_head_stride: tl.tensor, q_row_stride: tl.tensor,
+    cache_stride: tl.tensor, table_stride: tl.tensor,
     G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    SUMS_BY_DOT: tl.constexpr,
 ) -> None:  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
     count = tl.load(tile_counts_R + tl.program_id(0))
@@ -204,29 +301,11 @@ def _attend(
     queries = tl.load(q + sources_M[:, None] + dims[None, :], mask=mask, other=0.0)
     table = block_tables + tl.load(slots_R + start).to(tl.int64) * table_stride
 
-    largest_M = tl.full([M], float("-inf"), tl.float32)
-    sums_M = tl.zeros([M], tl.float32)
-    result = tl.zeros([M, D_PAD], tl.float32)
-    for block in range(begin, end, BLOCK_N):
-        keys_N = block + tl.arange(0, BLOCK_N)
-        places_N = _places(table, keys_N, keys_N <= last, BLOCK_TOKENS)
-        offsets = (key_head * cache_stride + places_N * D)[:, None] + dims[None, :]
-        is_held = (keys_N <= last)[:, None] & (dims < D)[None, :]
-        keys = tl.load(key_cache + offsets, mask=is_held, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        is_seen = _is_seen(keys_N[None, :], positions_M[:, None], WINDOW)
-        scores = tl.where(is_seen, scores, float("-inf"))
-        new_largest_M = tl.maximum(largest_M, tl.max(scores, 1))
-        # For a row without keys so far, -inf - -inf would be NaN.
-        origin_M = tl.where(new_largest_M == float("-inf"), 0.0, new_largest_M)
-        decay_M = tl.exp2(largest_M - origin_M)
-        probabilities = tl.exp2(scores - origin_M[:, None])
-        values = tl.load(value_cache + offsets, mask=is_held, other=0.0)
-        sums_M = sums_M * decay_M + tl.sum(probabilities, 1)
-        probabilities = probabilities.to(values.dtype)
-        result = tl.dot(probabilities, values, result * decay_M[:, None], input_precision="ieee")
-        largest_M = new_largest_M
-
+    largest_M, sums_M, result = _attend_to_keys(
+        queries, key_cache, value_cache, table, positions_M, key_head * cache_stride,
+        begin, end, last, scale,
+        M, D, D_PAD, BLOCK_TOKENS, WINDOW, BLOCK_N, SUMS_BY_DOT,
+    )  # fmt: skip
     sums_M = tl.where(sums_M > 0.0, sums_M, 1.0)
     # Adding 0 makes every zero positive: its sign would depend on masked blocks.
     result = result / sums_M[:, None] + 0.0
@@ -236,7 +315,7 @@ def _attend(
     if tl.num_programs(2) == 1:
         tl.store(out + outputs_M[:, None] * D + dims[None, :], result, mask=mask)
     else:
-        outputs_M += tl.program_id(2).to(tl.int64) * tl.num_programs(0) * num_heads
+        outputs_M += tl.program_id(2).to(tl.int64) * num_rows * num_heads
         tl.store(partials + outputs_M[:, None] * D + dims[None, :], result, mask=mask)
         tl.store(weights + outputs_M, largest_M + tl.log2(sums_M), mask=tokens_M < count)
 

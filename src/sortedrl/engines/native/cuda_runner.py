@@ -15,22 +15,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from sortedrl.engines.native.attention_kernels import (
     SPLIT_TOKENS,
     KernelRows,
+    TileRows,
     paged_attention,
     tokens_per_tile,
     write_cache,
 )
-from sortedrl.engines.native.hf_model import HFModel, attention_shape
+from sortedrl.engines.native.hf_model import GpuKernels, HFModel, attention_shape
 from sortedrl.engines.native.matmul import (
+    Product,
     ProductTimer,
+    chosen_products,
     fewest_rows,
     fp32_logits,
     invariant_products,
@@ -38,6 +42,7 @@ from sortedrl.engines.native.matmul import (
 )
 from sortedrl.engines.native.native_request import Request
 from sortedrl.engines.native.planner import DecodeRows, Plan, RowSpan
+from sortedrl.engines.native.product_kernels import fixed_split
 from sortedrl.engines.native.sampler import SampledTokens, SamplerInputs, TokenFilters
 from sortedrl.engines.native.sampler_kernels import filter_floors, sample
 from sortedrl.engines.sampling import CacheSize
@@ -179,7 +184,9 @@ def pinned(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> 
 _SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _BIG_ROWS = 512
 _MOST_PADDED = 128
-_TOKENS, _POSITIONS, _SLOTS, _TILE_STARTS, _TILE_COUNTS, _EXPECTED, _COMMIT = range(7)
+_TOKENS, _POSITIONS, _SLOTS = 0, 1, 2
+_TILES, _SPAN_TILES = slice(3, 5), slice(5, 7)
+_EXPECTED, _COMMIT, _NUM_ROWS = 7, 8, 9
 _TAKE_LAST = -1
 
 
@@ -191,6 +198,7 @@ class _Size:
     sampled: int
     splits: int
     is_filtered: bool
+    has_span_tiles: bool
 
 
 @dataclass(slots=True)
@@ -214,7 +222,14 @@ class CudaRunner:
     _is_recordable = True
 
     def __init__(
-        self, hf_model: HFModel, *, size: CacheSize, slots: int, max_rows: int, is_compiled: bool
+        self,
+        hf_model: HFModel,
+        *,
+        size: CacheSize,
+        slots: int,
+        max_rows: int,
+        is_compiled: bool,
+        kernels: GpuKernels,
     ) -> None:
         """Allocate the KV cache and the transfer buffers; graphs are captured on demand."""
         layers, heads, dim = attention_shape(hf_model.config)
@@ -231,13 +246,16 @@ class CudaRunner:
                 for _ in range(layers)
             ],
             block_tokens=size.block_tokens,
+            tile_rows=TileRows(decode=kernels.decode_tile, spans=kernels.span_tile),
         )
-        self._tile_tokens = tokens_per_tile(hf_model.config.num_attention_heads // heads)
-        self._rows = torch.zeros(7, self._max_rows, dtype=torch.int32, device=device)
+        group = hf_model.config.num_attention_heads // heads
+        self._tile_tokens = tokens_per_tile(group, tile_rows=kernels.decode_tile)
+        self._span_tile_tokens = tokens_per_tile(group, tile_rows=kernels.span_tile)
+        self._rows = torch.zeros(_NUM_ROWS, self._max_rows, dtype=torch.int32, device=device)
         self._last_tokens_S = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self._slots = SlotState(slots, -(-hf_model.max_context // size.block_tokens) + 1, device)
         self._host_rows = deque(
-            pinned((7, self._max_rows), torch.int32, device) for _ in range(BUFFERS)
+            pinned((_NUM_ROWS, self._max_rows), torch.int32, device) for _ in range(BUFFERS)
         )
         self._host_results = deque(
             pinned((4, self._max_rows), torch.int32, device) for _ in range(BUFFERS)
@@ -252,7 +270,18 @@ class CudaRunner:
                 hf_model.replaced |= invariant_products(
                     hf_model.model, hf_model.replaced, sizes=sorted(sizes)
                 )
-        self._fewest = self._measured_fewest()
+                hf_model.replaced |= chosen_products(
+                    hf_model.model,
+                    hf_model.replaced,
+                    kernels=kernels,
+                    ours=partial(_our_product, output=hf_model.output_layer),
+                    sizes=sorted(sizes),
+                    # Slots are full most of the time.
+                    decode_sizes=[
+                        s for s in sizes if _rounded(slots) <= 4 * s <= 4 * _rounded(slots)
+                    ],
+                )
+        self._fewest = self._measured_fewest(is_graphed=kernels.products != "library")
         if is_compiled:
             hf_model.compile_layers()
 
@@ -305,19 +334,24 @@ class CudaRunner:
         """Fill the host buffer with the rows of a plan, and start its copy."""
         self._host_rows.rotate(1)
         host = self._host_rows[0].numpy()
-        host[_TOKENS : _TILE_COUNTS + 1] = 0
+        host[:_EXPECTED] = 0
         host[_SLOTS] = self._slots.padding_slot
         host[_EXPECTED:] = -1
         for request in plan.changed:
             self._slots.update(request)
         row = tile = len(plan.decode)
+        span_tile = 0
         _fill_decoding(host, plan.decode)
         for span in plan.verified + plan.unsampled:
             _fill_span(host, span, row)
-            for start in range(0, span.num_rows, self._tile_tokens):
-                host[_TILE_STARTS, tile] = row + start
-                host[_TILE_COUNTS, tile] = min(self._tile_tokens, span.num_rows - start)
-                tile += 1
+            for start in range(0, span.num_rows, self._span_tile_tokens):
+                count = min(self._span_tile_tokens, span.num_rows - start)
+                if count > self._tile_tokens:
+                    host[_SPAN_TILES, span_tile] = row + start, count
+                    span_tile += 1
+                else:
+                    host[_TILES, tile] = row + start, count
+                    tile += 1
             row += span.num_rows
         longest = int(host[_POSITIONS, : plan.num_rows].max()) + 1
         is_filtered = self._slots.is_any_filtered(host[_SLOTS, : plan.num_sampled])
@@ -328,15 +362,18 @@ class CudaRunner:
         fewest = 1 if rows <= _BIG_ROWS else min(rows, _rounded(self._slots.padding_slot))
         sampled = min(rows, _rounded(max(plan.num_sampled, fewest, self._fewest)))
         splits = 1 << (-(-longest // SPLIT_TOKENS) - 1).bit_length()
-        return _Size(rows, sampled, splits, is_filtered)
+        return _Size(rows, sampled, splits, is_filtered, span_tile > 0)
 
-    def _measured_fewest(self) -> int:
+    def _measured_fewest(self, *, is_graphed: bool) -> int:
         """The number of rows below which a pass gets slower."""
         if self._device.type != "cuda":  # the kernels run in an interpreter, for tests
             return 1
         sizes = [size for size in _SIZES if size <= min(self._max_rows, _MOST_PADDED)]
         with no_split_k():
-            return fewest_rows(sizes, ProductTimer(self._hf_model.model, self._hf_model.replaced))
+            timer = ProductTimer(
+                self._hf_model.model, self._hf_model.replaced, is_graphed=is_graphed
+            )
+            return fewest_rows(sizes, timer)
 
     def _record(self, size: _Size) -> _Recorded:
         graph = torch.cuda.CUDAGraph()
@@ -350,12 +387,23 @@ class CudaRunner:
         slots_R, positions_R = rows[_SLOTS], rows[_POSITIONS]
         last_R = self._last_tokens_S[slots_R]
         tokens_R = torch.where(rows[_TOKENS] == _TAKE_LAST, last_R, rows[_TOKENS])
+        starts, counts = rows[_TILES]
+        span_tiles = None
+        if size.has_span_tiles:
+            # A slot has a row that decodes, or two spans at most that each leave a small tile.
+            most = min(size.rows, 2 * self._slots.padding_slot)
+            starts, counts = starts[:most], counts[:most]
+            # Smaller ones are no tiles of spans.
+            most = size.rows // (self._tile_tokens + 1)
+            span_starts, span_counts = rows[_SPAN_TILES]
+            span_tiles = span_starts[:most], span_counts[:most]
         self._attention.rows = KernelRows(
             slots_R=slots_R,
             positions_R=positions_R,
-            tile_starts_R=rows[_TILE_STARTS],
-            tile_counts_R=rows[_TILE_COUNTS],
+            tile_starts_R=starts,
+            tile_counts_R=counts,
             block_tables=self._slots.block_tables,
+            span_tiles=span_tiles,
         )
         self._attention.num_splits = size.splits
         keep_Q = torch.arange(size.sampled, device=self._device)
@@ -384,12 +432,19 @@ class CudaRunner:
 
 
 class _CudaPagedAttention:
-    def __init__(self, caches: Sequence[tuple[Tensor, Tensor]], *, block_tokens: int) -> None:
+    def __init__(
+        self,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        *,
+        block_tokens: int,
+        tile_rows: TileRows,
+    ) -> None:
         """The cache of every layer; the rows are set before each pass."""
         self.rows: KernelRows | None = None
         self.num_splits = 1
         self._caches = caches
         self._block_tokens = block_tokens
+        self._tile_rows = tile_rows
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -417,7 +472,12 @@ class _CudaPagedAttention:
             scale=inputs.scale,
             window=inputs.window,
             num_splits=self.num_splits,
+            tile_rows=self._tile_rows,
         )
+
+
+def _our_product(layer: nn.Linear, *, output: nn.Linear) -> Product:
+    return fixed_split(layer, is_wide=layer is output)
 
 
 def _fill_decoding(host: NDArray[numpy.int32], rows: DecodeRows) -> None:
@@ -430,8 +490,9 @@ def _fill_decoding(host: NDArray[numpy.int32], rows: DecodeRows) -> None:
     ]
     host[_POSITIONS, :count] = rows.starts
     host[_SLOTS, :count] = host[_COMMIT, :count] = rows.slots
-    host[_TILE_STARTS, :count] = numpy.arange(count)
-    host[_TILE_COUNTS, :count] = 1
+    starts, counts = host[_TILES]
+    starts[:count] = numpy.arange(count)
+    counts[:count] = 1
 
 
 def _fill_span(host: NDArray[numpy.int32], span: RowSpan, row: int) -> None:

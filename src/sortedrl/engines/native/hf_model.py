@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,28 @@ from sortedrl.types import Prompt, Segment, Trajectory
 
 _NAME = "sortedrl"
 _INSTEAD = "use the vLLM or SGLang engine for this model"
+
+
+Products = Literal["library", "fixed_split", "fastest"]
+"""Matrix products by cuBLAS without split-K, by our kernels, or by the faster for each shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuKernels:
+    """Which kernels compute a pass on a GPU; only the defaults have been measured."""
+
+    products: Products = "library"
+    """Of 16-bit weights. One product per shape, whatever the number of rows.
+
+    `fastest` times both when the engine starts: another engine may find otherwise, and then its
+    answers differ in the last bits. Pin what it found with `fixed_split` and `shapes`.
+    """
+    shapes: frozenset[tuple[int, int]] | None = None
+    """With `fixed_split`: only for weights of these shapes, outputs x inputs."""
+    decode_tile: int = 16
+    """Query rows of an attention tile for rows that decode: 16, 32, 64 or 128."""
+    span_tile: int = 16
+    """The same for spans of prefill and verification; no fewer."""
 
 
 class PagedAttention(Protocol):

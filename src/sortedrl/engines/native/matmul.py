@@ -10,6 +10,9 @@ One that depends on them is replaced by one with a fixed number of rows.
 Without split-K, products for few rows can be several times slower than those for a hundred. The
 products of the model are therefore timed once per size, and smaller passes are padded, which costs
 little: a decode step is bound by reading the weights.
+
+`product_kernels` can replace cuBLAS: its split of K is the same for any number of rows. Each shape
+of weights uses one product throughout, because two products differ in the last bits.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+
+from sortedrl.engines.native.hf_model import GpuKernels
 
 Product = Callable[[Tensor], Tensor]
 
@@ -88,13 +93,9 @@ def invariant_products(
     `replaced` maps layers to the products that they already use. One layer of each shape is tested.
     If rows differ even in products of a fixed size, a warning is logged.
     """
-    alike: dict[tuple[int, int, bool, bool], list[nn.Linear]] = {}
-    for layer in model.modules():
-        if type(layer) is nn.Linear:
-            alike.setdefault((*_kind(layer), layer in replaced), []).append(layer)
     like = next(model.parameters())
     found: dict[nn.Module, Product] = {}
-    for (width, height, _, _), layers in alike.items():
+    for (width, height, _, _), layers in _alike(model, replaced).items():
         product = replaced.get(layers[0], layers[0])
         if _is_invariant(product, like, width=width, height=height, sizes=sizes):
             continue
@@ -129,13 +130,17 @@ def fixed_rows(product: Product) -> Product:
     return outside_of_graphs
 
 
+def _most_compared(sizes: Sequence[int], height: int) -> int:
+    """Rows whose results take little memory."""
+    return max(min(sizes), _MOST_COMPARED_BYTES // (4 * height))
+
+
 @torch.inference_mode()
 def _is_invariant(
     product: Product, like: Tensor, *, width: int, height: int, sizes: Sequence[int]
 ) -> bool:
     """Whether random rows have the same bits at all of these sizes."""
-    most = max(min(sizes), _MOST_COMPARED_BYTES // (4 * height))
-    sizes = sorted(size for size in sizes if size <= most)
+    sizes = sorted(size for size in sizes if size <= _most_compared(sizes, height))
     generator = torch.Generator(like.device).manual_seed(width)
     x = torch.randn(sizes[-1], width, generator=generator, device=like.device).to(like.dtype)
     whole = product(x)
@@ -144,6 +149,116 @@ def _is_invariant(
 
 _REPEATS = 5
 _CLEARLY = 1.05
+_TIMED_LAYERS = 8
+_SHARE_OF_BIG_PASSES = 1 / 16
+
+
+def graphed_seconds(products: Sequence[Product], x: Tensor) -> float:
+    """Seconds of one of these products on the GPU, without the host's time to launch it.
+
+    They run in turn, so that weights come from memory as in a pass.
+    """
+    for product in products:
+        product(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for product in products:
+            product(x)
+    graph.replay()
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+    for _ in range(_REPEATS):
+        graph.replay()
+    ended.record()
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1000 / _REPEATS / len(products)
+
+
+def is_clearly_faster(
+    ours: Mapping[int, float], library: Mapping[int, float], *, decode_sizes: Sequence[int]
+) -> bool:
+    """Whether passes take clearly less time with our product, from seconds by number of rows.
+
+    Passes that decode count fully, bigger ones by the share that they have in a run. A pass may be
+    padded, so no size takes longer than a larger one.
+
+    >>> library = {32: 20e-6, 128: 9e-6, 2048: 60e-6}
+    >>> is_clearly_faster({32: 8e-6, 128: 8e-6, 2048: 64e-6}, library, decode_sizes=(32, 128))
+    True
+    >>> is_clearly_faster({32: 8e-6, 128: 9e-6, 2048: 90e-6}, library, decode_sizes=(32, 128))
+    False
+    """
+
+    def cost(seconds: Mapping[int, float]) -> float:
+        padded = {rows: min(seconds[more] for more in seconds if more >= rows) for rows in seconds}
+        return sum(
+            taken if rows in decode_sizes else _SHARE_OF_BIG_PASSES * taken
+            for rows, taken in padded.items()
+        )
+
+    return _CLEARLY * cost(ours) < cost(library)
+
+
+@torch.inference_mode()
+def chosen_products(
+    model: nn.Module,
+    replaced: Mapping[nn.Module, Product],
+    *,
+    kernels: GpuKernels,
+    ours: Callable[[nn.Linear], Product],
+    sizes: Sequence[int],
+    decode_sizes: Sequence[int],
+    seconds: Callable[[Sequence[Product], Tensor], float] = graphed_seconds,
+) -> dict[nn.Module, Product]:
+    """Our products for the layers that shall have them: all layers of a shape, or none.
+
+    `replaced` maps layers to the products that they use already. A shape whose rows have other bits
+    at another number of rows keeps its product, with a warning.
+    """
+    if kernels.products == "library":
+        return {}
+    found: dict[nn.Module, Product] = {}
+    like = next(model.parameters())
+    for (width, height, _, _), layers in _alike(model, replaced).items():
+        is_wanted = kernels.shapes is None or (height, width) in kernels.shapes
+        if not is_wanted or layers[0].weight.dtype not in (torch.float16, torch.bfloat16):
+            continue
+        products = {layer: ours(layer) for layer in layers}
+        if not _is_invariant(products[layers[0]], like, width=width, height=height, sizes=sizes):
+            _LOG.warning(
+                "our products of %s x %s weights give a row other bits in another batch on %s; "
+                "keeping those of the library", width, height, like.device,
+            )  # fmt: skip
+            continue
+        if kernels.products == "fastest":
+            biggest = max(size for size in sizes if size <= _most_compared(sizes, height))
+            some = layers[:_TIMED_LAYERS]
+            timed: list[dict[int, float]] = [{}, {}]
+            for rows in {*decode_sizes, biggest}:
+                x = torch.zeros(rows, width, dtype=like.dtype, device=like.device)
+                timed[0][rows] = seconds([products[layer] for layer in some], x)
+                timed[1][rows] = seconds([replaced.get(layer, layer) for layer in some], x)
+            is_taken = is_clearly_faster(*timed, decode_sizes=decode_sizes)
+            _LOG.info(
+                "products of %s x %s weights by %s: %s us with ours, %s us with the library",
+                width, height, "ours" if is_taken else "the library",
+                *({rows: round(1e6 * each[rows], 1) for rows in sorted(each)} for each in timed),
+            )  # fmt: skip
+            if not is_taken:
+                continue
+        found |= products
+    return found
+
+
+def _alike(
+    model: nn.Module, replaced: Mapping[nn.Module, Product]
+) -> dict[tuple[int, int, bool, bool], list[nn.Linear]]:
+    """The linear layers of each shape, with and without a replacement."""
+    alike: dict[tuple[int, int, bool, bool], list[nn.Linear]] = {}
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            alike.setdefault((*_kind(layer), layer in replaced), []).append(layer)
+    return alike
 
 
 def fewest_rows(sizes: Sequence[int], seconds: Callable[[int], float]) -> int:
@@ -163,8 +278,18 @@ def fewest_rows(sizes: Sequence[int], seconds: Callable[[int], float]) -> int:
 class ProductTimer:
     """Times the matrix products of one pass through a model on the GPU."""
 
-    def __init__(self, model: nn.Module, replaced: dict[nn.Module, Callable[..., Tensor]]) -> None:
-        """`replaced` maps layers to their replacements."""
+    def __init__(
+        self,
+        model: nn.Module,
+        replaced: dict[nn.Module, Callable[..., Tensor]],
+        *,
+        is_graphed: bool = False,
+    ) -> None:
+        """`replaced` maps layers to their replacements.
+
+        Products that are slow to launch need `is_graphed`: a pass replays them.
+        """
+        self._is_graphed = is_graphed
         linears = [module for module in model.modules() if type(module) is nn.Linear]
         self._counts = Counter(_kind(layer) for layer in linears)
         self._products: dict[tuple[int, int, bool], Callable[[Tensor], Tensor]] = {}
@@ -180,6 +305,8 @@ class ProductTimer:
     def _seconds(self, kind: tuple[int, int, bool], rows: int) -> float:
         x = torch.zeros(rows, kind[0], dtype=self._like.dtype, device=self._like.device)
         product = self._products[kind]
+        if self._is_graphed:
+            return graphed_seconds([product], x)
         product(x)
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record()

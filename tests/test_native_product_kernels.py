@@ -1,0 +1,148 @@
+"""Products with a fixed split of K: against float64, and a row that does not feel its batch.
+
+Without a GPU the kernels run in Triton's interpreter, on small sizes.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton.language")
+
+from interpreted import HAS_CUDA  # noqa: E402
+from sortedrl.engines.native.product_kernels import (  # noqa: E402
+    Tile,
+    fixed_split,
+    multiply,
+    num_slices,
+    tile_for,
+)
+
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+# The interpreter multiplies the bits of bfloat16 as if they were integers.
+DTYPES = (torch.bfloat16, torch.float16) if HAS_CUDA else (torch.float32, torch.float16)
+SLACK = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+SHAPES = ((128, 256), (100, 200), (1, 64), (257, 130), (48, 1000))
+if HAS_CUDA:
+    SHAPES += ((4096, 4096), (1024, 4096), (4096, 14336), (14336, 4096), (576, 1536), (1000, 5000))
+PARALLEL = Tile(columns=64, rows=16, warps=4, stages=2, is_parallel=True)
+SERIAL = replace(PARALLEL, is_parallel=False)
+TILES = (
+    PARALLEL,
+    SERIAL,
+    replace(PARALLEL, is_tma=True),
+    Tile(columns=64, rows=64, warps=4, stages=3, is_parallel=True),
+    Tile(columns=128, rows=32, warps=8, stages=2, is_parallel=False),
+    Tile(columns=128, rows=128, warps=8, stages=3, is_parallel=False, is_tma=True),
+)
+if HAS_CUDA:
+    TILES += (
+        Tile(columns=256, rows=16, warps=8, stages=4, is_parallel=True),
+        Tile(columns=256, rows=128, warps=8, stages=3, is_parallel=True),
+        Tile(columns=128, rows=64, warps=4, stages=6, is_parallel=False, is_tma=True),
+    )
+
+
+def _operands(columns, inputs, *, rows, dtype):
+    generator = torch.Generator().manual_seed(columns + inputs)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    return normal(rows, inputs), normal(columns, inputs) / inputs**0.5, normal(columns)
+
+
+def _assert_same_bits(left, right):
+    assert left.dtype == right.dtype
+    assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slices", [1, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_is_that_of_float64(shape, slices, dtype):
+    x, weight, bias = _operands(*shape, rows=5, dtype=dtype)
+    exact = x.double() @ weight.double().t()
+    for out_dtype in (None, torch.float32):
+        for added in (None, bias):
+            out = multiply(x, weight, added, slices=slices, out_dtype=out_dtype)
+            assert out.dtype == (out_dtype or dtype)
+            # In fp32 only the sums round, not the result.
+            slack = SLACK[out.dtype]
+            expected = exact if added is None else exact + added.double()
+            torch.testing.assert_close(out.double(), expected, atol=slack, rtol=slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_schedule_and_no_tile_changes_a_bit(shape, dtype):
+    x, weight, bias = _operands(*shape, rows=37, dtype=dtype)
+    for slices in (1, 4):
+        expected = multiply(x, weight, bias, slices=slices, tile=PARALLEL, out_dtype=torch.float32)
+        for tile in TILES:
+            out = multiply(x, weight, bias, slices=slices, tile=tile, out_dtype=torch.float32)
+            _assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(128, 256), (100, 200), *SHAPES[5:]])
+def test_a_row_does_not_feel_its_batch(shape, dtype):
+    x, weight, bias = _operands(*shape, rows=100, dtype=dtype)
+    for slices in (1, 4):
+        whole = multiply(x, weight, bias, slices=slices)
+        for rows in (1, 3, 8, 64):
+            _assert_same_bits(multiply(x[:rows], weight, bias, slices=slices), whole[:rows])
+            _assert_same_bits(multiply(x[-rows:], weight, bias, slices=slices), whole[-rows:])
+        order = torch.tensor([99, 3, 50, 51, 0], device=DEVICE)
+        _assert_same_bits(multiply(x[order], weight, bias, slices=slices), whole[order])
+
+
+def test_rows_and_weights_may_be_parts_of_larger_tensors():
+    x, weight, _ = _operands(96, 192, rows=9, dtype=DTYPES[0])
+    part = multiply(x[:, 64:], weight[32:64, 64:], slices=2)
+    whole = multiply(x[:, 64:].contiguous(), weight[32:64, 64:].contiguous(), slices=2)
+    _assert_same_bits(part, whole)
+
+
+def test_the_slices_differ_so_the_test_of_schedules_shows_something():
+    x, weight, _ = _operands(64, 512, rows=4, dtype=DTYPES[0])
+    one, four = (multiply(x, weight, slices=n, out_dtype=torch.float32) for n in (1, 4))
+    assert not torch.equal(one, four)
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (1024, 4096), (4096, 14336), (128256, 4096)])
+def test_the_tile_follows_the_rows_and_fits_the_shared_memory_of_a_hopper_gpu(shape):
+    slices = num_slices(*shape)
+    heights = []
+    for rows in (1, 16, 17, 64, 96, 128, 512, 4096):
+        tile = tile_for(rows, columns=shape[0], slices=slices)
+        heights.append(tile.rows)
+        assert tile.stage_bytes() <= 227 << 10
+        assert slices > 1 or not tile.is_parallel
+    assert heights == [16, 16, 32, 64, 128, 128, 128, 128]
+    assert not tile.is_parallel, "4,096 rows fill the GPU without"
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_linear_layer_keeps_the_shape_of_its_input(is_wide):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 48, device=DEVICE, dtype=DTYPES[0])
+    product = fixed_split(layer, is_wide=is_wide)
+    x = torch.randn(1, 7, 64, device=DEVICE, dtype=DTYPES[0])
+    out = product(x)
+    assert out.dtype == (torch.float32 if is_wide else DTYPES[0])
+    slack = SLACK[DTYPES[0]]
+    torch.testing.assert_close(out.to(DTYPES[0]), layer(x), atol=slack, rtol=slack)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")
+def test_a_captured_product_gives_the_same_bits():
+    x, weight, bias = _operands(4096, 4096, rows=64, dtype=torch.bfloat16)
+    eager = multiply(x, weight, bias, slices=4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = multiply(x, weight, bias, slices=4)
+    for _ in range(3):
+        graph.replay()
+        _assert_same_bits(captured, eager)
