@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,17 +145,15 @@ def warmed(setup: Setup, seed: int) -> Path:
         if "warm" not in setup.settings:
             return Path(setup.settings["model"])
         settings = warm_settings(setup, seed)
-        folder = RunFolder(settings.out)
         is_done = settings.out / "is_done"
         if not is_done.exists():
-            # An interrupted warm start is restarted; its folder must not be mistaken for another
-            # run.
-            folder.config.unlink(missing_ok=True)
+            # One that was interrupted cannot be resumed.
+            shutil.rmtree(settings.out, ignore_errors=True)
             _leave_uncompiled(setup)
             if not warm_start(settings).is_complete:
                 raise KeyboardInterrupt
             write_whole(is_done, b"")
-    return folder.model
+    return RunFolder(settings.out).model
 
 
 def filled(table: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:

@@ -480,3 +480,11 @@ def test_a_run_that_is_killed_goes_on_and_ends_like_one_that_was_not(tmp_path):
     assert all(a["update"] < b["update"] for a, b in pairwise(whole["curve"]))
     assert whole["curve"][-1]["samples"] == whole["trajectories"] == 16
     assert warm_numbers(setup, 3)["steps"] == 3
+
+
+def test_a_warm_start_that_was_interrupted_is_made_again(tmp_path):
+    setup = trial_of("learning_maths", tmp_path, settings=MINIATURE)
+    assert warm_numbers(setup, 3)["steps"] == 3
+    # What a killed one leaves: a run folder with some steps, and no mark that it is done.
+    (warm_settings(setup, 3).out / "is_done").unlink()
+    assert warm_numbers(setup, 3)["steps"] == 3
