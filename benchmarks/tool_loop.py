@@ -303,8 +303,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     """
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     of = {arm: [row for row in rows if row["arm"] == arm] for arm in arms}
-    head = ("arm", "seconds", "calls, tokens per conversation", "tools at work on average")
-    head += ("CPU seconds", "calls per second, relative to the first")
+    head = [
+        *("arm", "seconds", "calls, tokens per conversation", "tools at work on average"),
+        *("CPU seconds", "calls per second, relative to the first"),
+    ]
     lines = []
     for arm in arms:
         speeds = [row["calls"] * row["conversations"] / row["seconds"] for row in of[arm]]

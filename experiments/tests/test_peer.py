@@ -197,14 +197,14 @@ def test_trl_gets_bf16_where_our_own_run_has_it(tmp_path):
 
 def test_answers_that_fill_no_update_are_refused(tmp_path):
     rows = [AskedRow("A?", [65, 63], {})] * 31
-    with pytest.raises(ConfigError, match="124 answers must fill update batches of 64"):
+    with pytest.raises(ConfigError, match="124 answers must be a multiple of update_batch 64"):
         job_of(own_settings(tmp_path), rows)
 
 
 def test_a_learning_rate_with_a_course_is_refused(tmp_path):
     settings = own_settings(tmp_path)
     falling = replace(settings, optimiser=replace(settings.optimiser, schedule="cosine"))
-    with pytest.raises(ConfigError, match="compares a constant learning rate"):
+    with pytest.raises(ConfigError, match="needs a constant learning rate"):
         job_of(falling, [AskedRow("A?", [65, 63], {})] * 32)
 
 
@@ -295,7 +295,7 @@ def test_scores_stand_behind_their_update(tmp_path):
 
 def test_a_failing_trl_says_where_to_look(tmp_path):
     process = TrlProcess(tmp_path / "trl.log", python="/bin/false")
-    with pytest.raises(RuntimeError, match=r"see .*trl\.log; SORTEDRL_TRL_PYTHON"):
+    with pytest.raises(RuntimeError, match=r"see .*trl\.log; set SORTEDRL_TRL_PYTHON"):
         process.train(a_job())
 
 
@@ -400,7 +400,7 @@ def test_two_machines_never_share_a_table():
 
 def test_how_busy_the_machine_was_is_told():
     runs = [record("sync", seed, pace=8.0, seconds_to=3.0) for seed in (0, 1)]
-    assert "busy core: 1.0 to 2.0." in section([], runs)
+    assert "busy core): 1.0 to 2.0." in section([], runs)
 
 
 def test_a_score_that_all_had_from_the_start_has_no_column():

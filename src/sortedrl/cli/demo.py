@@ -268,7 +268,7 @@ def _report(given: Arguments) -> Path:
 
     runs = read_runs([given.out / strategy for strategy in ("sorted", "sync")])
     page = given.out / "report.html"
-    write_text(page, runs_page(runs, title="SortedRL beside the synchronous baseline"))
+    write_text(page, runs_page(runs, title="SortedRL vs the synchronous baseline"))
     return page
 
 

@@ -1,6 +1,6 @@
 """The scheduling strategies: one small object each.
 
-A strategy is asked for a `Plan` at the start of each round, for the number of prompts to load
+A strategy is asked for a `RoundPlan` at the start of each round, for the number of prompts to load
 during the round, and after the harvest for the update batches.
 It reads the buffer's counts and changes nothing.
 """

@@ -11,7 +11,7 @@ To test your own engine, with pytest or without:
         check(law, EngineUnderTest(opening=opening))
 
 A law fails with an `AssertionError`. The engine is compared with plain forward passes of a tiny
-model. `Rollout` and `logprob_gap` are also used by the self-test of installed engines.
+model. `RolloutDriver` and `logprob_gap` are also used by the self-test of installed engines.
 """
 
 from __future__ import annotations

@@ -110,10 +110,10 @@ class SglangProcess:
     ) -> SglangProcess:
         """Start SGLang with a model: a folder or a hub name; takes half a minute or more.
 
-        `memory_share` is how much of the device's memory it may take, `is_seeded` whether answers
-        are drawn from seeds of their own, `tensor_parallel` the number of processes and GPUs over
-        which the model is sharded, `options` are further arguments of SGLang by their names there.
-        One that can sleep shares its GPU with a trainer.
+        `memory_share` is the share of the device's memory for the engine, `is_seeded` whether
+        answers have their own seeds, `tensor_parallel` the number of processes and GPUs over which
+        the model is sharded, and `options` are additional SGLang arguments. With `can_sleep`, the
+        engine shares its GPU with a trainer.
 
         This blocks the event loop: SGLang's processes die with the thread that starts them, so it
         must be the thread of the loop.

@@ -82,11 +82,10 @@ class VllmProcess:
     ) -> VllmProcess:
         """Start vLLM with a model: a folder or a hub name; takes half a minute or more.
 
-        `context` is that of the model unless given, `memory_share` how much of the GPU's memory it
-        may take, `tensor_parallel` the number of processes and GPUs over which the model is
-        sharded, `is_seeded` whether answers are drawn from seeds of their own, `options` are
-        further arguments of vLLM by their names there. One that can sleep shares its GPU with a
-        trainer.
+        `context` is by default that of the model, `memory_share` the share of the GPU's memory for
+        the engine, `tensor_parallel` the number of processes and GPUs over which the model is
+        sharded, `is_seeded` whether answers have their own seeds, and `options` are additional vLLM
+        arguments. With `can_sleep`, the engine shares its GPU with a trainer.
         """
         version = VLLM.check_installed()
         for variable, value in _ENVIRONMENT.items():
@@ -164,7 +163,7 @@ class VllmProcess:
             for bucket in weight_buckets(weights, bucket_bytes=_BUCKET_BYTES):
                 await self._load_bucket(bucket)
         finally:
-            # Also after a failure, so that the next attempt begins anew.
+            # Also after a failure, so that the next attempt starts over.
             await self._call_workers("finish_weights", {})
         if self._is_asleep:
             await self._answered(self._engine.wake_up(["kv_cache"]))
