@@ -196,6 +196,10 @@ def test_a_file_can_switch_off_what_its_preset_switches_on(tmp_path):
         (["simulate", "six", "--plot", "absent/x.svg"], "absent/x.svg: cannot be written"),
         (["simulate", "six", "--events", "absent/x.jsonl"], "absent/x.jsonl: cannot be written"),
         (["compare", "six", "--modes", "coupld"], "did you mean 'coupled'"),
+        (["train", "--lr", "1e-6"], "did you mean --optimiser.learning-rate"),
+        (["train", "--num-generations", "8"], "did you mean --schedule.samples-per-prompt"),
+        (["train", "--max-steps", "8"], "did you mean --max-updates"),
+        (["train", "--foo", "8"], "unknown option --foo; --help lists them all"),
         (["fit", "absent.jsonl"], "absent.jsonl: cannot be read"),
     ],
 )

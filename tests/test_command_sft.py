@@ -130,6 +130,12 @@ def test_rows_beyond_the_context_are_left_out_with_their_count(capsys, tmp_path)
     assert not (tmp_path / "none").exists()
 
 
+def test_few_steps_are_announced_with_what_makes_more(capsys, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "response": "b"}] * 3)
+    _, err = said(capsys, sft_words(tmp_path / "out", "--epochs", "2", task=path))
+    assert "batch_tokens = 1,024, so there will be 1 in all (lower it for more)" in err
+
+
 def test_a_folder_that_holds_a_run_is_refused(capsys, tmp_path):
     said(capsys, sft_words(tmp_path / "run", "--max-steps", "1"))
     before = weights(tmp_path / "run")

@@ -81,6 +81,14 @@ def test_old_rows_leave_the_table_and_frames_are_few():
     assert "waiting for the rewards of 3 answers" in shown[-1]
 
 
+def test_shares_are_percentages_as_on_the_terminal():
+    shown = []
+    view = NotebookView(shown.append)
+    view.updated({"update": 1, "rollout/bubble": 0.0388, "reward/mean": 0.25})
+    view.draw()
+    assert "<td>1</td><td>0.25</td><td>3.9 %</td>" in shown[-1]
+
+
 def test_a_run_that_is_over_says_so_with_a_full_bar(cell):
     with notebook_view() as view:
         view.advance("trained on 8 answers", 0.875)

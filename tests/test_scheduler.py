@@ -221,6 +221,21 @@ def test_one_prompt_is_not_a_list_of_prompts(given):
         Scheduler(given, slots=1)
 
 
+def test_what_would_never_end_or_count_wrongly_is_refused():
+    with pytest.raises(ConfigError, match="slots must be at least 1, got 0"):
+        Scheduler(["one"], slots=0)
+    with pytest.raises(ConfigError, match=r"must be a Schedule, got \{'mode': 'partial'\}"):
+        Scheduler(["one"], slots=1, schedule={"mode": "partial"})
+    scheduler = Scheduler(["one", "two"], slots=2)
+    first, second = scheduler.to_start()
+    with pytest.raises(ValueError, match=r"'stop' .* or 'length' .* got 'eos'"):
+        first.finished("eos")
+    with pytest.raises(BufferStateError, match="of version 1, but the weights are at version 0"):
+        scheduler.finished(first.extended([0], [-1.0], version=1).finished())
+    with pytest.raises(BufferStateError, match="of version 3"):
+        scheduler.interrupted([second.extended([0], [-1.0], version=3)])
+
+
 def test_a_prompt_of_another_kind_is_refused_with_its_place():
     scheduler = Scheduler(["a", 3.5], slots=2, schedule=SCHEDULE)
     with pytest.raises(ConfigError, match=r"prompt 1 must be text.*got 3\.5"):

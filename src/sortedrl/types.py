@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 Key = tuple[int, int]
 """`(prompt_id, sample_index)`: the name of a trajectory for the whole run."""
@@ -199,6 +199,11 @@ class Trajectory:
 
     def finished(self, reason: FinishReason = "stop") -> Trajectory:
         """The answer, complete: the model ended it, or it reached the token limit ("length")."""
+        if reason not in get_args(FinishReason):
+            raise ValueError(
+                f"a finish reason must be 'stop' (the model ended the answer) or 'length' (the "
+                f"token limit did), got {reason!r}"
+            )
         return replace(self, finish_reason=reason)
 
     @property

@@ -380,10 +380,30 @@ def _option_of(flag: str, options: Mapping[str, _Option]) -> tuple[_Option, bool
     if option is None or option.is_positional:
         _refuse_renamed(flag, options)
         known = {name: option for name, option in options.items() if not option.is_positional}
-        nearest = get_close_matches(flag, known, n=1, cutoff=0.5)
+        meant = _OF_OTHERS.get(last.replace("_", "-"))
+        found = _same_elsewhere("", meant, options) if meant is not None else None
+        # Without the hyphens, which all of them share.
+        bare = {name.removeprefix("--"): name for name in known}
+        close = get_close_matches(flag.removeprefix("--"), bare, n=1, cutoff=0.5)
+        nearest = [found.flag] if found is not None else [bare[name] for name in close]
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(f"unknown option {flag}; {hint}--help lists them all")
     return option, True
+
+
+_OF_OTHERS = {
+    "lr": "learning-rate",
+    "batch-size": "update-batch",
+    "train-batch-size": "update-batch",
+    "num-generations": "samples-per-prompt",
+    "max-completion-length": "max-tokens",
+    "max-new-tokens": "max-tokens",
+    "beta": "kl-coef",
+    "dataset": "task",
+    "output-dir": "out",
+    "max-steps": "max-updates",
+}
+"""What other trainers call our options."""
 
 
 def _same_elsewhere(section: str, name: str, options: Mapping[str, _Option]) -> _Option | None:

@@ -429,7 +429,7 @@ class SupervisedSettings:
     device: str | None = None
     """cuda, cpu, ...; by default the GPU if there is one."""
     threads: PositiveInt | None = None
-    """CPU threads; by default all cores. Tiny models are fastest with 1."""
+    """CPU threads; by default all cores but one. Tiny models are fastest with 1."""
     precision: PrecisionChoice = "auto"
     """Precision of the weights; auto is bfloat16 on a GPU, float32 on a CPU."""
     optimiser: Optimisation = field(

@@ -28,6 +28,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
+from sortedrl.config.checks import require
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.buffer import Buffer, open_group
 from sortedrl.core.buffer_file import load_buffer, save_buffer
@@ -66,6 +67,11 @@ class Scheduler:
         `PromptQueue`.
         At most `max_begun` conversations are begun at a time, as many as there are environments.
         """
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise ConfigError(
+                f"schedule must be a Schedule, got {schedule!r:.80}; give sortedrl.Schedule(...)"
+            )
+        require(slots >= 1, f"slots must be at least 1, got {slots}")
         self.schedule = Schedule() if schedule is None else schedule
         self.controller = Controller(self.schedule)
         self.prompts: PromptSource = (
@@ -173,6 +179,7 @@ class Scheduler:
 
     def finished(self, trajectory: Trajectory) -> None:
         """A started or paused trajectory is complete: it has a finish reason."""
+        self._refuse_later(trajectory)
         before = self.buffer.finish(trajectory)
         self.journal.finished(before, trajectory, running=self.buffer.num_running)
 
@@ -188,6 +195,7 @@ class Scheduler:
             running=self.buffer.num_running,
         )
         for stopped in trajectories:
+            self._refuse_later(stopped)
             self._put_back(stopped)
         if self.buffer.num_running:
             raise BufferStateError(
@@ -199,6 +207,15 @@ class Scheduler:
         for stopped in recalled:
             self._put_back(stopped)
         return recalled
+
+    def _refuse_later(self, trajectory: Trajectory) -> None:
+        """Refuse tokens of weights that do not exist yet: their staleness would be negative."""
+        if trajectory.segments and trajectory.segments[-1].version > self.version:
+            raise BufferStateError(
+                f"{trajectory.key} has tokens of version {trajectory.segments[-1].version}, but "
+                f"the weights are at version {self.version}; extend trajectories with "
+                "version=scheduler.version"
+            )
 
     def _is_recalled(self, paused: Trajectory) -> bool:
         """Whether the updates of this round make the tokens of an outside conversation stale."""

@@ -334,6 +334,7 @@ _TABLE_COLUMNS = {
     "evaluation/score": "score",
 }
 """The columns of the table, by the names in metrics.jsonl."""
+_SHARES = ("rollout/bubble", "evaluation/score")
 _FRAME = '<div><iframe srcdoc="{}" style="width: 100%; height: {}px; border: 0"></iframe></div>'
 """Inside a div: IPython warns of HTML that is only a frame."""
 
@@ -420,7 +421,7 @@ class NotebookView:
         used = [name for name in _TABLE_COLUMNS if any(name in row for row in self._rows)]
         head = "".join(f"<th>{_TABLE_COLUMNS[name]}</th>" for name in used)
         body = "".join(
-            "<tr>" + "".join(f"<td>{_cell(row.get(name))}</td>" for name in used) + "</tr>"
+            "<tr>" + "".join(f"<td>{_cell(name, row.get(name))}</td>" for name in used) + "</tr>"
             for row in self._rows
         )
         lines = escape("\n".join(self._lines))
@@ -431,7 +432,9 @@ class NotebookView:
         )
 
 
-def _cell(value: Value | None) -> str:
+def _cell(name: str, value: Value | None) -> str:
     if value is None:
         return ""
+    if name in _SHARES and isinstance(value, float):
+        return percent(value)
     return f"{value:,.3g}" if isinstance(value, float) else escape(str(value))

@@ -120,6 +120,7 @@ def supervised_steps(
 
 
 _LINE_EVERY = 50
+_FEW_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +155,12 @@ def supervised_run(
         epochs=settings.epochs,
         seed=settings.seed,
     )[: settings.max_steps]
+    num_tokens = sum(sequence.num_rows for sequence in sequences)
+    if settings.max_steps is None and num_tokens < _FEW_STEPS * settings.batch_tokens:
+        tell(
+            f"{len(sequences):,} rows with {num_tokens:,} tokens; a step takes batch_tokens = "
+            f"{settings.batch_tokens:,}, so there will be {len(rows)} in all (lower it for more)"
+        )
     model = trained_model(ModelSettings.of(settings))
     optimiser = Optimiser(
         trained_parameters(model),

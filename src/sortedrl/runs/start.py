@@ -37,6 +37,7 @@ from sortedrl.models.tiny import is_tiny, tiny_settings
 from sortedrl.report.live import opened_view
 from sortedrl.report.terminal import progress, refuse_unwritable_folder, tell
 from sortedrl.rewards.functions import RewardSource
+from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.output import is_notebook, notebook_view
 from sortedrl.runs.tasks import opened, threads, training_tasks
 
@@ -90,6 +91,8 @@ def train(
         not callable(callbacks), "callbacks must be a list of functions, got one; give [callback]"
     )
     _refuse_early(settings)
+    if not is_resumed:
+        RunFolder(settings.out).refuse_second_run()
     # Before rows and model are read, which takes a while.
     tell(f"{settings.out}: {settings.model} on {settings.task}")
     task, held_out = training_tasks(settings, reward=reward)
