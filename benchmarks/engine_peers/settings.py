@@ -56,6 +56,10 @@ class Settings:
     """Timed runs of each engine."""
     threads: int | None = 1
     """Threads of torch; as many as it likes if not given."""
+    products: Literal["library", "fixed_split", "fastest"] = "library"
+    """Matrix products of our engine on a GPU; see GpuKernels."""
+    tiles: tuple[int, int] = (16, 16)
+    """Rows of an attention tile of our engine on a GPU: for decoding, and for spans of prefill."""
     vllm_python: Path | None = None
     """The interpreter that has vLLM, where this one has not."""
     json: Path | None = None
