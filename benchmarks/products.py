@@ -71,6 +71,7 @@ class Settings:
 class Shape:
     """Weights of a model."""
 
+    model: str
     name: str
     columns: int
     inputs: int
@@ -115,25 +116,25 @@ def shapes_of(model: str) -> list[Shape]:
     keys = hidden // heads * config.num_key_value_heads
     has_bias = config.model_type == "qwen2"
     shapes = [
-        Shape(name="q", columns=hidden, inputs=hidden, has_bias=has_bias),
-        Shape(name="k", columns=keys, inputs=hidden, has_bias=has_bias),
-        Shape(name="qkv", columns=hidden + 2 * keys, inputs=hidden, has_bias=has_bias),
-        Shape(name="o", columns=hidden, inputs=hidden),
-        Shape(name="gate", columns=ffn, inputs=hidden),
-        Shape(name="gate-up", columns=2 * ffn, inputs=hidden),
-        Shape(name="down", columns=hidden, inputs=ffn),
-        Shape(name="head", columns=config.vocab_size, inputs=hidden, is_wide=True),
+        Shape(model=model, name="q", columns=hidden, inputs=hidden, has_bias=has_bias),
+        Shape(model=model, name="k", columns=keys, inputs=hidden, has_bias=has_bias),
+        Shape(model=model, name="qkv", columns=hidden + 2 * keys, inputs=hidden, has_bias=has_bias),
+        Shape(model=model, name="o", columns=hidden, inputs=hidden),
+        Shape(model=model, name="gate", columns=ffn, inputs=hidden),
+        Shape(model=model, name="gate-up", columns=2 * ffn, inputs=hidden),
+        Shape(model=model, name="down", columns=hidden, inputs=ffn),
+        Shape(model=model, name="head", columns=config.vocab_size, inputs=hidden, is_wide=True),
     ]
     return [shape for shape in shapes if has_bias or shape.name != "o"]  # it is that of q
 
 
 TOY = [
-    Shape(name="q", columns=48, inputs=256, has_bias=True),
-    Shape(name="k", columns=16, inputs=256),
-    Shape(name="qkv", columns=80, inputs=256),
-    Shape(name="gate", columns=64, inputs=256),
-    Shape(name="gate-up", columns=128, inputs=256),
-    Shape(name="head", columns=100, inputs=256, is_wide=True),
+    Shape(model="toy", name="q", columns=48, inputs=256, has_bias=True),
+    Shape(model="toy", name="k", columns=16, inputs=256),
+    Shape(model="toy", name="qkv", columns=80, inputs=256),
+    Shape(model="toy", name="gate", columns=64, inputs=256),
+    Shape(model="toy", name="gate-up", columns=128, inputs=256),
+    Shape(model="toy", name="head", columns=100, inputs=256, is_wide=True),
 ]
 _SHARED_BYTES = 227 << 10
 _L2_BYTES = 160 << 20
@@ -595,6 +596,7 @@ def show(results: Results, settings: Settings) -> None:
         show_compiled(results.compiled, is_whole=settings.compile)
     if results.products:
         show_products(results, settings)
+        show_packing(results, settings)
     if results.attention:
         show_attention(results.attention)
     for name in results.left_out:
@@ -627,7 +629,7 @@ def show_products(results: Results, settings: Settings) -> None:
         for rows in settings.rows:
             mine = ours.get(rows)
             table.add_row(
-                f"{shape.name} {shape.columns} x {shape.inputs}",
+                f"{shape.model} {shape.name} {shape.columns} x {shape.inputs}",
                 str(rows),
                 _cell(library.get(("cublas", rows))),
                 _cell(library.get(("unsplit", rows))),
@@ -640,6 +642,37 @@ def show_products(results: Results, settings: Settings) -> None:
     print(f"ours: {len(wrong)} products whose rows have other bits in another batch")
     for timed in wrong[:10]:
         print("  ", timed)
+
+
+def show_packing(results: Results, settings: Settings) -> None:
+    """Print what packed weights would take, beside separate ones."""
+    taken: dict[tuple[str, str, str, int], float] = {}
+    for shape in dict.fromkeys(timed.shape for timed in results.products):
+        _, ours = best(results, shape, settings)
+        timed = [t for t in results.products if t.shape == shape and t.product == "unsplit"]
+        for each in (*timed, *ours.values()):
+            taken[shape.model, each.product, shape.name, each.rows] = each.microseconds
+    table = _table(
+        "us of separate and packed weights",
+        ("model", "product", "rows", "q + 2 k", "qkv", "2 gate", "gate-up"),
+    )
+    for model, product, rows in dict.fromkeys((key[0], key[1], key[3]) for key in taken):
+        times = {
+            key[2]: time
+            for key, time in taken.items()
+            if (key[0], key[1], key[3]) == (model, product, rows)
+        }
+        if {"q", "k", "qkv", "gate", "gate-up"} <= times.keys():
+            table.add_row(
+                model,
+                product,
+                str(rows),
+                f"{times['q'] + 2 * times['k']:.1f}",
+                f"{times['qkv']:.1f}",
+                f"{2 * times['gate']:.1f}",
+                f"{times['gate-up']:.1f}",
+            )
+    _print(table)
 
 
 def show_attention(rows: Iterable[Mapping[str, Any]]) -> None:

@@ -180,6 +180,7 @@ def test_the_benchmark_runs_on_toy_sizes(tmp_path):
     printed = _run("products.py", "--cpu", "--out", str(out))
     assert "ours: 0 products whose rows have other bits" in printed
     assert "DIFFER" not in printed
+    assert "q + 2 k" in printed
     facts = json.loads(out.read_text())
     assert {timed["product"] for timed in facts["products"]} == {"cublas", "unsplit", "ours"}
     assert {timed["slices"] for timed in facts["products"]} == {None, 1, 2}
@@ -193,7 +194,7 @@ from sortedrl.engines.native.attention_kernels import TileRows
 from sortedrl.engines.native.product_kernels import tile_for
 from dataclasses import replace
 
-shape = Shape(name="q", columns=4096, inputs=4096, has_bias=True)
+shape = Shape(model="llama-8b", name="q", columns=4096, inputs=4096, has_bias=True)
 found = []
 for rows in (64, 4096):
     tile = tile_for(rows, columns=4096, slices=4)
