@@ -79,14 +79,18 @@ def saved(model: PreTrainedModel, settings: Settings) -> Iterator[Path]:
 
 
 def open_peer(
-    name: PeerName, model: PreTrainedModel, workload: Workload, *, folder: Path, python: Path | None
+    name: PeerName, model: PreTrainedModel, workload: Workload, *, folder: Path, settings: Settings
 ) -> Peer:
     """The engine of that name, with the model loaded."""
     if name == "native":
         from engine_peers.models import cache_bytes
         from engine_peers.native import Native
+        from sortedrl.engines.native import GpuKernels
 
-        return Native(model, workload, cache_bytes=cache_bytes(model, workload))
+        decode, spans = settings.tiles
+        kernels = GpuKernels(products=settings.products, decode_tile=decode, span_tile=spans)
+        size = cache_bytes(model, workload)
+        return Native(model, workload, cache_bytes=size, kernels=kernels)
     if name == "generate":
         from engine_peers.hugging_face import Generate
 
@@ -95,6 +99,7 @@ def open_peer(
         from engine_peers.hugging_face import GenerateBatch
 
         return GenerateBatch(model, workload)
+    python = settings.vllm_python
     if python is None and name == "vllm-invariant":
         python = Path(sys.executable)
     if python is None:
@@ -120,8 +125,7 @@ def compare(
 
         def opened(name: PeerName) -> Peer:
             _say(f"{name}: loading and warming up")
-            python = settings.vllm_python
-            peer = open_peer(name, model, workload, folder=folder, python=python)
+            peer = open_peer(name, model, workload, folder=folder, settings=settings)
             peer.warm_up()
             return peer
 

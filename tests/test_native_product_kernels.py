@@ -3,7 +3,12 @@
 Without a GPU the kernels run in Triton's interpreter, on small sizes.
 """
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -134,6 +139,85 @@ def test_a_linear_layer_keeps_the_shape_of_its_input(is_wide):
     assert out.dtype == (torch.float32 if is_wide else DTYPES[0])
     slack = SLACK[DTYPES[0]]
     torch.testing.assert_close(out.to(DTYPES[0]), layer(x), atol=slack, rtol=slack)
+
+
+def test_torch_compile_sees_one_operation_for_any_number_of_rows():
+    layer = torch.nn.Linear(64, 48, device=DEVICE, dtype=DTYPES[0])
+    product = fixed_split(layer, is_wide=False)
+    graphs = []
+
+    def counted(graph, inputs):
+        del inputs
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda x: product(x * 2) + 1, backend=counted, dynamic=True, fullgraph=True
+    )
+    with torch.inference_mode():
+        for rows in (3, 40, 130, 700):
+            x = torch.randn(1, rows, 64, device=DEVICE, dtype=DTYPES[0])
+            _assert_same_bits(compiled(x), product(x * 2) + 1)
+    assert len(graphs) == 1
+
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def _run(*command, **changes):
+    environment = {**os.environ, **changes}
+    ran = subprocess.run(
+        [sys.executable, *command], cwd=BENCHMARKS, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HAS_CUDA, reason="the interpreter is for machines without a GPU")
+def test_the_benchmark_runs_on_toy_sizes(tmp_path):
+    out = tmp_path / "products.json"
+    printed = _run("products.py", "--cpu", "--out", str(out))
+    assert "ours: 0 products whose rows have other bits" in printed
+    assert "DIFFER" not in printed
+    assert "q + 2 k" in printed
+    facts = json.loads(out.read_text())
+    assert {timed["product"] for timed in facts["products"]} == {"cublas", "unsplit", "ours"}
+    assert {timed["slices"] for timed in facts["products"]} == {None, 1, 2}
+    assert len(facts["attention"]) == 8
+
+
+_COMPILE = """
+import json
+from products import Shape, compiled_attention, compiled_product
+from sortedrl.engines.native.attention_kernels import TileRows
+from sortedrl.engines.native.product_kernels import tile_for
+from dataclasses import replace
+
+shape = Shape(model="llama-8b", name="q", columns=4096, inputs=4096, has_bias=True)
+found = []
+for rows in (64, 4096):
+    tile = tile_for(rows, columns=4096, slices=4)
+    for is_tma in (False, True):
+        found += compiled_product((shape, rows, 4, replace(tile, is_tma=is_tma)))
+found += compiled_attention((4, 128, 2, TileRows(spans=64)))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_hopper_on_any_machine(tmp_path):
+    """Triton brings its own compiler and assembler."""
+    pytest.importorskip("triton.backends.nvidia")
+    printed = _run("-c", _COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    products, attention = [], []
+    for kernel in json.loads(printed.splitlines()[-1]):
+        assert kernel["spilled_bytes"] == 0
+        assert kernel["shared_bytes"] <= 227 << 10
+        (products if kernel["kernel"] == "_multiply" else attention).append(kernel)
+    assert all(kernel["wgmma"] and not kernel["mma"] for kernel in products)
+    assert [bool(kernel["tma"]) for kernel in products] == [False, True, False, True]
+    assert [bool(kernel["wgmma"]) for kernel in attention] == [False, True]
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")

@@ -126,6 +126,13 @@ def test_our_products_are_for_16_bit_weights_and_the_shapes_that_are_named():
     assert chosen(model, some).keys() == {model.up, model.again}
 
 
+def test_products_that_nobody_knows_are_refused():
+    with pytest.raises(ValueError, match="one of library, fixed_split, fastest, got 'fast'"):
+        GpuKernels(products="fast")
+    with pytest.raises(ValueError, match="shapes need products = 'fixed_split'"):
+        GpuKernels(products="fastest", shapes=frozenset())
+
+
 def test_the_faster_product_is_taken_for_a_shape_and_all_its_rows():
     model = half_layers()
     rows_timed = set()

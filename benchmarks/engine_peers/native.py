@@ -8,7 +8,7 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from engine_peers.peer import Sample, Workload, check_lengths, clock, free_memory
-from sortedrl.engines.native import NativeEngine
+from sortedrl.engines.native import GpuKernels, NativeEngine
 
 
 class Native:
@@ -16,7 +16,14 @@ class Native:
 
     note = "log-probabilities included"
 
-    def __init__(self, model: PreTrainedModel, workload: Workload, *, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        workload: Workload,
+        *,
+        cache_bytes: int,
+        kernels: GpuKernels | None = None,
+    ) -> None:
         """An engine with room for the longest answer in every slot."""
         self._workload = workload
         self._engine = NativeEngine(
@@ -25,6 +32,7 @@ class Native:
             max_tokens=max(workload.lengths),
             stop_tokens=(),
             cache_bytes=cache_bytes,
+            kernels=kernels,
         )
 
     def warm_up(self) -> None:

@@ -56,6 +56,10 @@ class Settings:
     """Timed runs of each engine."""
     threads: int | None = 1
     """Threads of torch; by default its own choice."""
+    products: Literal["library", "fixed_split", "fastest"] = "library"
+    """Matrix products of the native engine on a GPU; see GpuKernels."""
+    tiles: tuple[int, int] = (16, 16)
+    """Rows of an attention tile of the native engine on a GPU: for decoding, and for spans of prefill."""
     vllm_python: Path | None = None
     """An interpreter with vLLM, if this one has none."""
     json: Path | None = None

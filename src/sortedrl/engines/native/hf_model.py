@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,17 @@ class GpuKernels:
     """Query rows of an attention tile for rows that decode: 16, 32, 64 or 128."""
     span_tile: int = 16
     """The same for spans of prefill and verification; no fewer."""
+
+    def __post_init__(self) -> None:
+        """Refuse products that nobody knows."""
+        if self.products not in get_args(Products):
+            raise ValueError(
+                f"products must be one of {', '.join(get_args(Products))}, got {self.products!r}"
+            )
+        if self.shapes is not None and self.products != "fixed_split":
+            raise ValueError(
+                f"shapes need products = 'fixed_split', got {self.products!r}; leave them out"
+            )
 
 
 class PagedAttention(Protocol):

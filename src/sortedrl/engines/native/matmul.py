@@ -223,7 +223,7 @@ def chosen_products(
         is_wanted = kernels.shapes is None or (height, width) in kernels.shapes
         if not is_wanted or layers[0].weight.dtype not in (torch.float16, torch.bfloat16):
             continue
-        products = {layer: ours(layer) for layer in layers}
+        products: dict[nn.Module, Product] = {layer: ours(layer) for layer in layers}
         if not _is_invariant(products[layers[0]], like, width=width, height=height, sizes=sizes):
             _LOG.warning(
                 "our products of %s x %s weights give a row other bits in another batch on %s; "

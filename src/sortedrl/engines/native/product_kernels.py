@@ -37,8 +37,10 @@ _ENOUGH_PROGRAMS = 128
 _COLUMNS = 128
 
 _kernel: Callable[[Callable[..., Any]], Any] = triton.jit
-# The number of rows changes from pass to pass: no compilation for 1 or for multiples of 16.
-_kernel_of_rows: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["num_rows"])
+# No compilation of its own for 1 or for multiples of 16: rows change from pass to pass.
+_kernel_of_rows: Callable[[Callable[..., Any]], Any] = triton.jit(
+    do_not_specialize=["num_rows", "slices", "slice_blocks"]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +89,9 @@ def tile_for(rows: int, *, columns: int, slices: int) -> Tile:
     """The tile for this many rows.
 
     >>> tile_for(3, columns=4096, slices=4)
-    Tile(columns=128, rows=16, warps=4, stages=6, is_parallel=True)
+    Tile(columns=128, rows=16, warps=4, stages=6, is_parallel=True, is_tma=False)
     >>> tile_for(4096, columns=4096, slices=4)
-    Tile(columns=128, rows=128, warps=8, stages=4, is_parallel=False)
+    Tile(columns=128, rows=128, warps=8, stages=4, is_parallel=False, is_tma=False)
     """
     height = min(128, max(16, triton.next_power_of_2(rows)))
     programs = triton.cdiv(rows, height) * triton.cdiv(columns, _COLUMNS)
@@ -164,13 +166,15 @@ def _takes_tma(operand: Tensor) -> bool:
 
 @torch.library.custom_op("sortedrl::fixed_split_product", mutates_args=())
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, is_wide: bool) -> Tensor:
-    return multiply(
+    out = multiply(
         x.flatten(0, -2),
         weight,
         bias,
         slices=num_slices(*weight.shape),
         out_dtype=torch.float32 if is_wide else None,
-    ).unflatten(0, x.shape[:-1])
+    )
+    shaped: Tensor = out.unflatten(0, x.shape[:-1])
+    return shaped
 
 
 @_product.register_fake
@@ -185,7 +189,12 @@ def fixed_split(layer: nn.Linear, *, is_wide: bool) -> Callable[[Tensor], Tensor
     It is one operation to torch.compile, which would otherwise compile for some numbers of rows.
     """
     bias: Tensor | None = layer.bias
-    return lambda x: _product(x, layer.weight, bias, is_wide)
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = _product(x, layer.weight, bias, is_wide)
+        return out
+
+    return forward
 
 
 @_kernel
