@@ -101,8 +101,9 @@ def _measure(table: str, given: Arguments) -> int:
     done = [piece.name for piece in pieces if setup.results.has(table, piece.name)]
     if given.list:
         for piece in pieces:
-            note = "done" if piece.name in done else f"about {piece.seconds:,.0f} s"
-            tell(f"{piece.name:<40} {note}")
+            first = f", {piece.opening_seconds:,.0f} s more for the first"
+            note = f"about {piece.seconds:,.0f} s{first if piece.opening_seconds else ''}"
+            tell(f"{piece.name:<40} {'done' if piece.name in done else note}")
         return 0
     require(
         given.resume or not done,

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,17 @@ def test_a_piece_that_would_not_end_in_time_is_left_out_and_a_shorter_one_is_mea
     )
     assert left == ["long"]
     assert [record.piece for record in where.results.read("table")] == ["short"]
+
+
+def test_the_first_piece_of_a_model_needs_time_to_open_it_whichever_it_is(tmp_path):
+    where = setup(tmp_path)
+    shared = [
+        replace(piece(name, seconds=seconds), opens="model", opening_seconds=50.0)
+        for name, seconds in (("long", 20.0), ("first", 5.0), ("second", 40.0))
+    ]
+    left = run_in_turn(shared, where, deadline=Deadline.after(60.0), tell=silent)
+    assert left == ["long"]
+    assert {r.piece for r in where.results.read("table")} == {"first", "second"}
 
 
 def test_a_result_tells_how_to_measure_it_again(tmp_path):
