@@ -18,6 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,13 +89,13 @@ def invariant_products(
     `replaced` maps layers to the products that they use already. One layer of each shape is tried.
     If rows differ even in products of a fixed size, that is logged as a warning.
     """
-    alike: dict[tuple[int, int, bool, bool], list[nn.Linear]] = {}
+    alike: dict[tuple[_Kind, bool], list[nn.Linear]] = {}
     for layer in model.modules():
         if type(layer) is nn.Linear:
-            alike.setdefault((*_kind(layer), layer in replaced), []).append(layer)
-    like = next(model.parameters())
+            alike.setdefault((_kind(layer), layer in replaced), []).append(layer)
     found: dict[nn.Module, Product] = {}
-    for (width, height, _, _), layers in alike.items():
+    for (kind, _), layers in alike.items():
+        width, height, like = kind.width, kind.height, layers[0].weight
         product = replaced.get(layers[0], layers[0])
         if _is_invariant(product, like, width=width, height=height, sizes=sizes):
             continue
@@ -167,7 +168,7 @@ class ProductTimer:
         """`replaced` maps layers to their replacements."""
         linears = [module for module in model.modules() if type(module) is nn.Linear]
         self._counts = Counter(_kind(layer) for layer in linears)
-        self._products: dict[tuple[int, int, bool], Callable[[Tensor], Tensor]] = {}
+        self._products: dict[_Kind, Callable[[Tensor], Tensor]] = {}
         for layer in linears:
             self._products[_kind(layer)] = replaced.get(layer, layer)
         self._like = next(model.parameters())
@@ -177,8 +178,8 @@ class ProductTimer:
         """Seconds of all products of a pass with this many rows."""
         return sum(count * self._seconds(kind, rows) for kind, count in self._counts.items())
 
-    def _seconds(self, kind: tuple[int, int, bool], rows: int) -> float:
-        x = torch.zeros(rows, kind[0], dtype=self._like.dtype, device=self._like.device)
+    def _seconds(self, kind: _Kind, rows: int) -> float:
+        x = torch.zeros(rows, kind.width, dtype=kind.dtype, device=self._like.device)
         product = self._products[kind]
         product(x)
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -190,5 +191,15 @@ class ProductTimer:
         return float(begun.elapsed_time(ended)) / 1000 / _REPEATS
 
 
-def _kind(layer: nn.Linear) -> tuple[int, int, bool]:
-    return layer.in_features, layer.out_features, layer.bias is not None
+class _Kind(NamedTuple):
+    """What products have in common that take the same time; adapters may have their own dtype."""
+
+    width: int
+    height: int
+    has_bias: bool
+    dtype: torch.dtype
+
+
+def _kind(layer: nn.Linear) -> _Kind:
+    has_bias = layer.bias is not None
+    return _Kind(layer.in_features, layer.out_features, has_bias, layer.weight.dtype)
