@@ -119,8 +119,9 @@ def _measure(table: str, given: Arguments) -> int:
     done = [trial.name for trial in trials if setup.results.has(table, trial.name)]
     if given.list:
         for trial in trials:
-            note = "done" if trial.name in done else f"about {trial.seconds:,.0f} s"
-            tell(f"{trial.name:<40} {note}")
+            first = f", {trial.opening_seconds:,.0f} s more for the first"
+            note = f"about {trial.seconds:,.0f} s{first if trial.opening_seconds else ''}"
+            tell(f"{trial.name:<40} {'done' if trial.name in done else note}")
         return 0
     require(
         given.resume or not done,

@@ -36,6 +36,8 @@ def trials(setup: Setup) -> list[Trial]:
                     name=f"{model}--{trial_name(schedule)}",
                     seconds=seconds,
                     run=partial(_with_bias, setup, world, model, schedule, arm["groups"]),
+                    opens=model,
+                    opening_seconds=about.get("start_seconds", 0.0),
                 )
             )
     return found

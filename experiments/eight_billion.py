@@ -33,20 +33,19 @@ def trials(setup: Setup) -> list[Trial]:
     worlds = _Worlds(setup)
     about, workload = setup.settings["model"], setup.settings["workload"]
     found = []
-    opened: set[int | None] = set()
     for arm in setup.settings["arms"]:
         lora_rank = arm.get("lora_rank")
         given = {name: value for name, value in arm.items() if name != "lora_rank"}
         schedule = schedule_of(given, workload)
-        start = 0.0 if lora_rank in opened else about["start_seconds"]
-        opened.add(lora_rank)
         found.append(
             Trial(
                 name=trial_name(schedule) + ("" if lora_rank is None else f"-lora-{lora_rank}"),
-                seconds=start + _MARGIN * expected_seconds(given, workload, about["costs"]),
+                seconds=_MARGIN * expected_seconds(given, workload, about["costs"]),
                 run=partial(
                     _run, setup, worlds, schedule, groups=arm["groups"], lora_rank=lora_rank
                 ),
+                opens=f"lora_rank {lora_rank}",
+                opening_seconds=about["start_seconds"],
             )
         )
     return found

@@ -32,7 +32,15 @@ def trials(setup: Setup) -> list[Trial]:
             schedule = schedule_of(arm, setup.settings["workload"])
             run = partial(_with_lengths, setup, world, model, schedule, arm["groups"])
             name = f"{model}--{trial_name(schedule)}"
-            found.append(Trial(name=name, seconds=about["seconds"], run=run))
+            found.append(
+                Trial(
+                    name=name,
+                    seconds=about["seconds"],
+                    run=run,
+                    opens=model,
+                    opening_seconds=about.get("start_seconds", 0.0),
+                )
+            )
     return found
 
 

@@ -8,7 +8,12 @@ from torch import nn
 from torch.nn.functional import linear
 
 from sortedrl.engines.native.hf_model import GpuKernels
-from sortedrl.engines.native.matmul import chosen_products, fixed_rows, invariant_products
+from sortedrl.engines.native.matmul import (
+    ProductTimer,
+    chosen_products,
+    fixed_rows,
+    invariant_products,
+)
 
 SIZES = (8, 16, 64, 96, 128, 256)
 
@@ -83,6 +88,43 @@ def test_a_product_that_is_never_the_same_is_reported(caplog):
         assert invariant_products(model, model.products(noisy), sizes=SIZES) == {}
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert "32 x 48 weights in torch.float32 are not batch-invariant" in caplog.text
+
+
+class Clock:
+    """An event of a GPU that takes a second from one to the next."""
+
+    def __init__(self, **_):
+        """Never recorded."""
+
+    def record(self):
+        """Nothing to do."""
+
+    def synchronize(self):
+        """Nothing to do."""
+
+    def elapsed_time(self, _):
+        """Milliseconds."""
+        return 1000.0
+
+
+def test_layers_of_two_precisions_are_tried_each_in_its_own(monkeypatch):
+    """peft keeps adapters in float32 beside weights of 16 bits."""
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    model = Layers()
+    model.again.bfloat16()
+    seen = []
+
+    def noted(layer):
+        def product(x):
+            seen.append((layer, x.dtype))
+            return row_by_row(layer)(x)
+
+        return product
+
+    products = model.products(noted)
+    assert invariant_products(model, products, sizes=SIZES) == {}
+    assert ProductTimer(model, products)(8) == pytest.approx(3 / 5)
+    assert set(seen) == {(layer, layer.weight.dtype) for layer in products}
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 32), (130, 32), (2, 3, 4, 32)])

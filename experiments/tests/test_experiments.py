@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_a_trial_that_would_not_end_in_time_is_skipped_and_a_shorter_one_is_meas
     )
     assert left == ["long"]
     assert [record.trial for record in where.results.read("table")] == ["short"]
+
+
+def test_the_first_trial_of_a_model_needs_time_to_open_it_whichever_it_is(tmp_path):
+    where = setup(tmp_path)
+    shared = [
+        replace(trial(name, seconds=seconds), opens="model", opening_seconds=50.0)
+        for name, seconds in (("long", 20.0), ("first", 5.0), ("second", 40.0))
+    ]
+    left = run_in_turn(shared, where, deadline=Deadline.after(60.0), tell=silent)
+    assert left == ["long"]
+    assert {r.trial for r in where.results.read("table")} == {"first", "second"}
 
 
 def test_a_result_tells_how_to_measure_it_again(tmp_path):

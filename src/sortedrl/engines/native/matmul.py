@@ -21,6 +21,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,9 +94,9 @@ def invariant_products(
     `replaced` maps layers to the products that they already use. One layer of each shape is tested.
     If rows differ even in products of a fixed size, a warning is logged.
     """
-    like = next(model.parameters())
     found: dict[nn.Module, Product] = {}
-    for (width, height, _, _), layers in _alike(model, replaced).items():
+    for (kind, _), layers in _alike(model, replaced).items():
+        width, height, like = kind.width, kind.height, layers[0].weight
         product = replaced.get(layers[0], layers[0])
         if _is_invariant(product, like, width=width, height=height, sizes=sizes):
             continue
@@ -218,10 +219,10 @@ def chosen_products(
     if kernels.products == "library":
         return {}
     found: dict[nn.Module, Product] = {}
-    like = next(model.parameters())
-    for (width, height, _, _), layers in _alike(model, replaced).items():
+    for (kind, _), layers in _alike(model, replaced).items():
+        width, height, like = kind.width, kind.height, layers[0].weight
         is_wanted = kernels.shapes is None or (height, width) in kernels.shapes
-        if not is_wanted or layers[0].weight.dtype not in (torch.float16, torch.bfloat16):
+        if not is_wanted or kind.dtype not in (torch.float16, torch.bfloat16):
             continue
         products: dict[nn.Module, Product] = {layer: ours(layer) for layer in layers}
         if not _is_invariant(products[layers[0]], like, width=width, height=height, sizes=sizes):
@@ -252,12 +253,12 @@ def chosen_products(
 
 def _alike(
     model: nn.Module, replaced: Mapping[nn.Module, Product]
-) -> dict[tuple[int, int, bool, bool], list[nn.Linear]]:
+) -> dict[tuple[_Kind, bool], list[nn.Linear]]:
     """The linear layers of each shape, with and without a replacement."""
-    alike: dict[tuple[int, int, bool, bool], list[nn.Linear]] = {}
+    alike: dict[tuple[_Kind, bool], list[nn.Linear]] = {}
     for layer in model.modules():
         if type(layer) is nn.Linear:
-            alike.setdefault((*_kind(layer), layer in replaced), []).append(layer)
+            alike.setdefault((_kind(layer), layer in replaced), []).append(layer)
     return alike
 
 
@@ -292,7 +293,7 @@ class ProductTimer:
         self._is_graphed = is_graphed
         linears = [module for module in model.modules() if type(module) is nn.Linear]
         self._counts = Counter(_kind(layer) for layer in linears)
-        self._products: dict[tuple[int, int, bool], Callable[[Tensor], Tensor]] = {}
+        self._products: dict[_Kind, Callable[[Tensor], Tensor]] = {}
         for layer in linears:
             self._products[_kind(layer)] = replaced.get(layer, layer)
         self._like = next(model.parameters())
@@ -302,8 +303,8 @@ class ProductTimer:
         """Seconds of all products of a pass with this many rows."""
         return sum(count * self._seconds(kind, rows) for kind, count in self._counts.items())
 
-    def _seconds(self, kind: tuple[int, int, bool], rows: int) -> float:
-        x = torch.zeros(rows, kind[0], dtype=self._like.dtype, device=self._like.device)
+    def _seconds(self, kind: _Kind, rows: int) -> float:
+        x = torch.zeros(rows, kind.width, dtype=kind.dtype, device=self._like.device)
         product = self._products[kind]
         if self._is_graphed:
             return graphed_seconds([product], x)
@@ -317,5 +318,15 @@ class ProductTimer:
         return float(begun.elapsed_time(ended)) / 1000 / _REPEATS
 
 
-def _kind(layer: nn.Linear) -> tuple[int, int, bool]:
-    return layer.in_features, layer.out_features, layer.bias is not None
+class _Kind(NamedTuple):
+    """What products have in common that take the same time; adapters may have their own dtype."""
+
+    width: int
+    height: int
+    has_bias: bool
+    dtype: torch.dtype
+
+
+def _kind(layer: nn.Linear) -> _Kind:
+    has_bias = layer.bias is not None
+    return _Kind(layer.in_features, layer.out_features, has_bias, layer.weight.dtype)
