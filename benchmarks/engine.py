@@ -237,7 +237,7 @@ def main() -> None:
         return memory_limit(results[0], model, workload, bandwidth=bandwidth)
 
     def keep(results: Sequence[Result]) -> None:
-        """So that a machine that is taken away leaves what it found."""
+        """Write partial results, in case the machine is lost."""
         if settings.json is not None:
             found = _as_json(results, limit(results), bandwidth=bandwidth)
             settings.json.write_text(json.dumps(facts | found, indent=2, default=str) + "\n")

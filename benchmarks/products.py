@@ -1,15 +1,15 @@
-"""Matrix products and attention of a pass on a GPU: which kernels are the fastest.
+"""Speed of matrix product and attention kernels of a pass on a GPU.
 
     python benchmarks/products.py --out products.json    one H200, about four minutes
     python benchmarks/products.py --compile              for an H200, on a machine without a GPU
     python benchmarks/products.py --cpu                  toy sizes in Triton's interpreter
 
-For the weights of each model and several numbers of rows: cuBLAS as it is, cuBLAS without split-K
-(what the engine uses), and the engine's own products with a fixed split of K over a sweep of slices
-and tiles. Rows must have the same bits at every number of rows. Then attention of prefill and of
-decoding with tiles of several heights.
+For the weights of each model and several numbers of rows: default cuBLAS, cuBLAS without split-K
+(as in the engine), and our products with a fixed split of K over a sweep of slices and tiles. Rows
+must have the same bits at every number of rows. Then prefill and decode attention with tiles of
+several heights.
 
-Products run in turn over copies of the weights that exceed the L2 cache, in CUDA graphs.
+Products alternate over copies of the weights that exceed the L2 cache, in CUDA graphs.
 `--compile` prints registers, spills and shared memory of every kernel of the sweep.
 """
 
@@ -50,21 +50,21 @@ class Settings:
     """What to measure."""
 
     models: tuple[str, ...] = ("llama-8b", "qwen2.5-32b", "qwen2.5-1.5b", "smollm2-135m")
-    """Whose weights; the whole sweep is for the first."""
+    """Models; the full sweep is for the first."""
     rows: tuple[int, ...] = (16, 32, 64, 96, 128, 256, 512)
     """Rows of a pass."""
     seconds: float = 240
-    """Nothing new is begun after this time."""
+    """Time limit: nothing is started later."""
     processes: int = 14
-    """Kernels that are compiled at the same time, at most one for each core."""
+    """Kernels compiled in parallel, at most one per core."""
     attention: bool = True
-    """Measure attention too."""
+    """Also measure attention."""
     out: Path | None = None
     """Write all numbers to this file, as JSON."""
     compile: bool = False
-    """Only compile the kernels of the sweep, for Hopper; needs no GPU."""
+    """Only compile the kernels of the sweep for Hopper; needs no GPU."""
     cpu: bool = False
-    """Run everything on toy sizes in the interpreter; the times mean nothing."""
+    """Run everything with toy sizes in the interpreter; times are meaningless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +93,12 @@ class Timed:
     microseconds: float
     bandwidth_share: float
     has_same_bits: bool
-    """Whether rows are as in a pass of the most rows."""
+    """Whether rows have the same bits as in the largest pass."""
 
 
 @dataclass(slots=True)
 class Results:
-    """What was measured so far."""
+    """The measurements so far."""
 
     copy_bandwidth: float = 0.0
     products: list[Timed] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Results:
 
 
 def shapes_of(model: str) -> list[Shape]:
-    """The products of a model, and those of weights that could be packed."""
+    """The products of a model, and of weights that could be packed."""
     from engine_peers.models import SHAPES
 
     config: Any = SHAPES[model]
@@ -143,7 +143,7 @@ _SLICES = (1, 2, 4, 8)
 
 
 def tiles(rows: int, *, slices: int, is_whole: bool, is_toy: bool = False) -> Iterator[Tile]:
-    """The tiles to try for this many rows, those that fit shared memory."""
+    """The tiles to try for this many rows that fit into shared memory."""
     from sortedrl.engines.native.product_kernels import Tile
 
     height = min(128, max(16, 1 << (rows - 1).bit_length()))
@@ -158,7 +158,7 @@ def tiles(rows: int, *, slices: int, is_whole: bool, is_toy: bool = False) -> It
             for is_tma in (False, True):
                 for is_parallel in (False, True) if slices > 1 else (False,):
                     area = columns * height
-                    # Two accumulators of that size do not fit the registers.
+                    # Two accumulators of that size do not fit into the registers.
                     is_spilling = area > 16384 and slices > 1 and not is_parallel
                     tile = Tile(
                         columns=columns, rows=height, warps=8 if area > 8192 else 4, stages=stages,
@@ -175,7 +175,7 @@ def sweep(shape: Shape, rows: int, *, is_whole: bool, is_toy: bool) -> Iterator[
 
     usual = num_slices(shape.columns, shape.inputs)
     for slices in _SLICES if is_whole else (usual,):
-        # More programs than that only write more sums.
+        # More programs would only write more sums.
         is_fine = shape.columns * slices <= 64 * 1024 and slices * 2 * BLOCK_K <= shape.inputs
         if slices in (1, usual) or is_fine:
             for tile in tiles(rows, slices=slices, is_whole=is_whole, is_toy=is_toy):
@@ -186,7 +186,7 @@ def sweep(shape: Shape, rows: int, *, is_whole: bool, is_toy: bool) -> Iterator[
 
 
 class _Hopper:
-    """Stands in for the driver: enough to compile for a GPU that is not there."""
+    """A fake driver, to compile without a GPU."""
 
     def get_current_target(self) -> object:
         from triton.backends.compiler import GPUTarget
@@ -202,7 +202,7 @@ class _Hopper:
 
 @contextmanager
 def compiling_only() -> Iterator[list[Any]]:
-    """Launches compile for Hopper and do nothing else; gives the list of kernels."""
+    """Make launches only compile for Hopper; yields the list of kernels."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -278,7 +278,7 @@ def usage(kernel: Any) -> dict[str, object]:  # noqa: ANN401
 
 
 def compile_all(settings: Settings) -> list[dict[str, object]]:
-    """Compile every kernel that will be measured, each once."""
+    """Compile every kernel of the sweep once."""
     from sortedrl.engines.native.attention_kernels import TileRows
 
     products: dict[tuple[object, ...], tuple[Shape, int, int, Tile]] = {}
@@ -309,10 +309,10 @@ def compile_all(settings: Settings) -> list[dict[str, object]]:
 
 
 class Bench:
-    """Products of one shape: weights, inputs, and where the times go."""
+    """Products of one shape: weights, inputs and results."""
 
     def __init__(self, shape: Shape, settings: Settings, results: Results) -> None:
-        """Random weights, in as many copies as exceed the L2 cache."""
+        """Random weights, with enough copies to exceed the L2 cache."""
         dtype, device = _place(settings)
         self.shape = shape
         self._is_toy = settings.cpu
@@ -419,7 +419,7 @@ def seconds_of(
 
 
 def best(results: Results, shape: Shape, settings: Settings) -> tuple[int | None, dict[int, Timed]]:
-    """The slices with the least time over the rows of decoding, and the best tile at each size."""
+    """The fastest number of slices over the decode sizes, and the best tile at each size."""
     by_slices: dict[int, dict[int, Timed]] = {}
     for timed in results.products:
         if timed.shape == shape and timed.slices is not None and timed.has_same_bits:
@@ -471,7 +471,7 @@ class AttentionWorld:
         device: str,
         narrow: bool = False,
     ) -> AttentionWorld:
-        """Spans of `(slot, first position, rows)`; `narrow` puts all of them in the lower tiles."""
+        """Spans of `(slot, first position, rows)`; `narrow` puts all of them into decode tiles."""
         from sortedrl.engines.native.attention_kernels import KernelRows, tokens_per_tile
 
         small = tokens_per_tile(group, tile_rows=heights.decode)
@@ -604,7 +604,7 @@ def show(results: Results, settings: Settings) -> None:
 
 
 def show_compiled(kernels: Sequence[Mapping[str, object]], *, is_whole: bool) -> None:
-    """Print how kernels were compiled: all of them, or those that spill."""
+    """Print the resources of kernels: all of them, or those that spill."""
     for kernel in kernels:
         if is_whole or kernel["spilled_bytes"]:
             print(", ".join(f"{name} {value}" for name, value in kernel.items()))
@@ -616,7 +616,7 @@ def show_compiled(kernels: Sequence[Mapping[str, object]], *, is_whole: bool) ->
 def show_products(results: Results, settings: Settings) -> None:
     """Print the products of all shapes, with the best of ours."""
     table = _table(
-        "us (share of the copy bandwidth; ! = rows have other bits)",
+        "us (share of the copy bandwidth; ! = not batch-invariant)",
         ("weights", "rows", "cublas", "unsplit", "ours", "slices", "tile"),
     )
     for shape in dict.fromkeys(timed.shape for timed in results.products):
@@ -639,13 +639,13 @@ def show_products(results: Results, settings: Settings) -> None:
             )
     _print(table)
     wrong = [t for t in results.products if t.product == "ours" and not t.has_same_bits]
-    print(f"ours: {len(wrong)} products whose rows have other bits in another batch")
+    print(f"ours: {len(wrong)} products that are not batch-invariant")
     for timed in wrong[:10]:
         print("  ", timed)
 
 
 def show_packing(results: Results, settings: Settings) -> None:
-    """Print what packed weights would take, beside separate ones."""
+    """Print the times of packed and separate weights."""
     taken: dict[tuple[str, str, str, int], float] = {}
     for shape in dict.fromkeys(timed.shape for timed in results.products):
         _, ours = best(results, shape, settings)
@@ -676,7 +676,7 @@ def show_packing(results: Results, settings: Settings) -> None:
 
 
 def show_attention(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Print attention by height of tile."""
+    """Print attention by tile height."""
     table = _table(
         "attention of one layer", ("work", "tile", "tile of spans", "us", "tokens/s", "bits")
     )
@@ -724,12 +724,12 @@ def _described(tile: Tile) -> str:
 
 
 def _place(settings: Settings) -> tuple[torch.dtype, str]:
-    # The interpreter multiplies the bits of bfloat16 as if they were integers.
+    # The interpreter treats bfloat16 bits as integers.
     return (torch.float16, "cpu") if settings.cpu else (torch.bfloat16, "cuda")
 
 
 def measure(settings: Settings, results: Results) -> None:
-    """Everything, as far as the time goes; the first model and attention first."""
+    """Measure within the time limit; the first model and attention first."""
     from engine_peers.models import copy_bandwidth
 
     until = time.monotonic() + settings.seconds
@@ -751,7 +751,7 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     if settings.cpu:
         settings = replace(settings, rows=(3, 20))
-        # Its tiles are multiplied in a fixed order, so that bits can be compared.
+        # A fixed order of tiles makes bits comparable.
         sys.path.append(str(Path(__file__).parents[1] / "tests"))
         interpreted = import_module("interpreted")
         assert not interpreted.HAS_CUDA, "the interpreter is for machines without a GPU"

@@ -59,7 +59,7 @@ class Settings:
     products: Literal["library", "fixed_split", "fastest"] = "library"
     """Matrix products of the native engine on a GPU; see GpuKernels."""
     tiles: tuple[int, int] = (16, 16)
-    """Rows of an attention tile of the native engine on a GPU: decode, and spans of prefill."""
+    """Rows of attention tiles of the native engine on a GPU: for decoding and for prefill spans."""
     vllm_python: Path | None = None
     """An interpreter with vLLM, if this one has none."""
     json: Path | None = None

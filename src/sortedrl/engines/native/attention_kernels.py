@@ -36,7 +36,7 @@ BLOCK_KEYS = 64
 TILE_ROWS = 16
 
 _kernel: Callable[[Callable[..., Any]], Any] = triton.jit
-# The number of rows changes from pass to pass: no compilation for 1 or for multiples of 16.
+# The number of rows changes from pass to pass: no specialisation for 1 or multiples of 16.
 _kernel_of_rows: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["num_rows"])
 
 
@@ -46,7 +46,7 @@ class KernelRows:
 
     A tile is `tile_counts_R[t]` rows from `tile_starts_R[t]` on: one slot, consecutive
     positions, at most `tokens_per_tile` of them; a count of 0 is no tile. There may be fewer
-    places for tiles than rows. Tiles of the other height are listed apart.
+    entries for tiles than rows. Tiles of the other height are listed separately.
     """
 
     slots_R: Tensor
@@ -72,10 +72,10 @@ class TileRows:
 
     decode: int = TILE_ROWS
     spans: int = TILE_ROWS
-    """For spans with more tokens than a tile of the other height holds."""
+    """For spans with more tokens than fit in a decode tile."""
 
     def __post_init__(self) -> None:
-        """Matrix instructions have heights of their own."""
+        """Validate the heights, which matrix instructions fix."""
         if not {self.decode, self.spans} <= {16, 32, 64, 128} or self.spans < self.decode:
             raise ValueError(
                 "attention tiles must have 16, 32, 64 or 128 rows, those of spans no fewer than "

@@ -40,23 +40,23 @@ Products = Literal["library", "fixed_split", "fastest"]
 
 @dataclass(frozen=True, kw_only=True)
 class GpuKernels:
-    """Which kernels compute a pass on a GPU; only the defaults have been measured."""
+    """The kernels of a pass on a GPU; only the defaults have been measured."""
 
     products: Products = "library"
-    """Of 16-bit weights. One product per shape, whatever the number of rows.
+    """Products of 16-bit weights: one per shape, regardless of the number of rows.
 
-    `fastest` times both when the engine starts: another engine may find otherwise, and then its
-    answers differ in the last bits. Pin what it found with `fixed_split` and `shapes`.
+    `fastest` times both when the engine starts. Another engine may choose differently, and its
+    logits then differ in the last bits; pin the choice with `fixed_split` and `shapes`.
     """
     shapes: frozenset[tuple[int, int]] | None = None
-    """With `fixed_split`: only for weights of these shapes, outputs x inputs."""
+    """`fixed_split` only: restrict it to weights of these shapes, outputs x inputs."""
     decode_tile: int = 16
-    """Query rows of an attention tile for rows that decode: 16, 32, 64 or 128."""
+    """Query rows of an attention tile for decoding: 16, 32, 64 or 128."""
     span_tile: int = 16
-    """The same for spans of prefill and verification; no fewer."""
+    """The same for spans of prefill and verification; at least as many."""
 
     def __post_init__(self) -> None:
-        """Refuse products that nobody knows."""
+        """Validate the values."""
         if self.products not in get_args(Products):
             raise ValueError(
                 f"products must be one of {', '.join(get_args(Products))}, got {self.products!r}"

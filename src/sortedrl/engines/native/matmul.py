@@ -132,7 +132,7 @@ def fixed_rows(product: Product) -> Product:
 
 
 def _most_compared(sizes: Sequence[int], height: int) -> int:
-    """Rows whose results take little memory."""
+    """Inputs with a result of limited size."""
     return max(min(sizes), _MOST_COMPARED_BYTES // (4 * height))
 
 
@@ -157,7 +157,7 @@ _SHARE_OF_BIG_PASSES = 1 / 16
 def graphed_seconds(products: Sequence[Product], x: Tensor) -> float:
     """Seconds of one of these products on the GPU, without the host's time to launch it.
 
-    They run in turn, so that weights come from memory as in a pass.
+    They alternate, so that weights come from memory as in a pass.
     """
     for product in products:
         product(x)
@@ -178,10 +178,10 @@ def graphed_seconds(products: Sequence[Product], x: Tensor) -> float:
 def is_clearly_faster(
     ours: Mapping[int, float], library: Mapping[int, float], *, decode_sizes: Sequence[int]
 ) -> bool:
-    """Whether passes take clearly less time with our product, from seconds by number of rows.
+    """Whether our product clearly speeds up passes, given seconds by number of rows.
 
-    Passes that decode count fully, bigger ones by the share that they have in a run. A pass may be
-    padded, so no size takes longer than a larger one.
+    Decode passes count fully, larger ones by their share of a run. A pass may be padded, so no size
+    takes longer than a larger one.
 
     >>> library = {32: 20e-6, 128: 9e-6, 2048: 60e-6}
     >>> is_clearly_faster({32: 8e-6, 128: 8e-6, 2048: 64e-6}, library, decode_sizes=(32, 128))
@@ -211,10 +211,10 @@ def chosen_products(
     decode_sizes: Sequence[int],
     seconds: Callable[[Sequence[Product], Tensor], float] = graphed_seconds,
 ) -> dict[nn.Module, Product]:
-    """Our products for the layers that shall have them: all layers of a shape, or none.
+    """Our products for the layers that use them: all layers of a shape, or none.
 
-    `replaced` maps layers to the products that they use already. A shape whose rows have other bits
-    at another number of rows keeps its product, with a warning.
+    `replaced` maps layers to the products that they already use. A shape for which ours are not
+    batch-invariant keeps its product, with a warning.
     """
     if kernels.products == "library":
         return {}
@@ -227,7 +227,7 @@ def chosen_products(
         products: dict[nn.Module, Product] = {layer: ours(layer) for layer in layers}
         if not _is_invariant(products[layers[0]], like, width=width, height=height, sizes=sizes):
             _LOG.warning(
-                "our products of %s x %s weights give a row other bits in another batch on %s; "
+                "our products of %s x %s weights are not batch-invariant on %s; "
                 "keeping those of the library", width, height, like.device,
             )  # fmt: skip
             continue
@@ -288,7 +288,7 @@ class ProductTimer:
     ) -> None:
         """`replaced` maps layers to their replacements.
 
-        Products that are slow to launch need `is_graphed`: a pass replays them.
+        Products with a slow launch need `is_graphed`: a pass replays them in a graph.
         """
         self._is_graphed = is_graphed
         linears = [module for module in model.modules() if type(module) is nn.Linear]
@@ -319,7 +319,7 @@ class ProductTimer:
 
 
 class _Kind(NamedTuple):
-    """What products have in common that take the same time; adapters may have their own dtype."""
+    """The key of products that take the same time; adapters may have another dtype."""
 
     width: int
     height: int

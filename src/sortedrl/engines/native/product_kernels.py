@@ -1,4 +1,4 @@
-"""Triton kernels for matrix products whose rows have the same bits in any batch.
+"""Triton kernels for batch-invariant matrix products.
 
 The invariant: the sum over K is cut into slices that depend on the shape of the weights alone. A
 slice is summed from 0 in blocks of `BLOCK_K`, and slices are added from 0 in the order of K, in
@@ -6,13 +6,13 @@ fp32. Everything else is free: how many rows and columns a tile has, its warps, 
 which of two schedules runs.
 
 - *parallel*, for few rows: a program for every tile and slice writes its sums, and a second kernel
-  adds them in order. So a product of few columns still fills the GPU.
+adds them in order, so that a product with few columns still fills the GPU.
 - *serial*, for many rows: a program for every tile walks the slices with a second accumulator.
 
-The weights are the left operand, because Hopper's matrix instructions want 64 rows on the left
-and take as few as 8 on the right.
+The weights are the left operand, because Hopper's matrix instructions need 64 rows on the left
+and accept as few as 8 on the right.
 
-Nothing of this was measured on a GPU yet: the engine uses it only when it is told to.
+Not measured on a GPU yet: the engine uses these kernels only on request.
 
 Axes: R rows, N columns (outputs), K inputs, S slices.
 """
@@ -37,7 +37,7 @@ _ENOUGH_PROGRAMS = 128
 _COLUMNS = 128
 
 _kernel: Callable[[Callable[..., Any]], Any] = triton.jit
-# No compilation of its own for 1 or for multiples of 16: rows change from pass to pass.
+# No specialisation for 1 or multiples of 16: the number of rows changes from pass to pass.
 _kernel_of_rows: Callable[[Callable[..., Any]], Any] = triton.jit(
     do_not_specialize=["num_rows", "slices", "slice_blocks"]
 )
@@ -45,30 +45,30 @@ _kernel_of_rows: Callable[[Callable[..., Any]], Any] = triton.jit(
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """How much of the result a program computes, and with what; no bit depends on it."""
+    """The part of the result that a program computes, and its resources; no bit depends on it."""
 
     columns: int
     rows: int
     warps: int
     stages: int
     is_parallel: bool
-    """Whether slices are summed by programs of their own."""
+    """Whether slices are summed by separate programs."""
     is_tma: bool = False
-    """Whether the copy engine fetches weights and inputs; it wants rows of a multiple of 16 bytes.
+    """Whether TMA loads weights and inputs; rows must be multiples of 16 bytes.
 
-    The bits are the same, as only the way into shared memory differs.
+    The bits are the same, as only the path into shared memory differs.
     """
 
     def stage_bytes(self, element_bytes: int = 2) -> int:
-        """Shared memory for the weights and inputs that are on their way."""
+        """Shared memory for the weights and inputs in flight."""
         return self.stages * (self.columns + self.rows) * BLOCK_K * element_bytes
 
 
 def num_slices(columns: int, inputs: int) -> int:
-    """Into how many slices the sums of weights `[columns, inputs]` are cut.
+    """The number of slices of the sum over K for weights `[columns, inputs]`.
 
-    As many as bring about a program for each of Hopper's 132 processors, as long as slices are not
-    too short. It must not depend on the GPU or the rows: the bits of the sums do.
+    Enough for about one program per processor of Hopper (132), as long as slices are not too short.
+    It must not depend on the GPU or the rows, because the bits of the sums depend on it.
 
     >>> [num_slices(*shape) for shape in ((4096, 4096), (1024, 4096), (14336, 4096))]
     [4, 8, 1]
@@ -115,7 +115,7 @@ def multiply(
 ) -> Tensor:
     """The product `[R, N]` of rows `[R, K]` and weights `[N, K]`, plus a bias `[N]`.
 
-    The bits of a row depend on `slices`, and on nothing else that is not in the row or the weights.
+    The bits of a row depend only on the row, the weights and `slices`.
     """
     num_rows, inputs = x.shape
     columns = len(weight)
@@ -159,7 +159,7 @@ _MERGED = 512
 
 
 def _takes_tma(operand: Tensor) -> bool:
-    """Whether the copy engine can address rows of this tensor."""
+    """Whether TMA can address rows of this tensor."""
     row_bytes = operand.stride(0) * operand.element_size()
     return row_bytes % 16 == 0 and operand.data_ptr() % 16 == 0
 
@@ -184,9 +184,9 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, is_wide: bool) -> Tensor:
 
 
 def fixed_split(layer: nn.Linear, *, is_wide: bool) -> Callable[[Tensor], Tensor]:
-    """The product of a linear layer by these kernels; `is_wide` leaves it in fp32, for logits.
+    """The product of a linear layer with these kernels; `is_wide` keeps it in fp32, for logits.
 
-    It is one operation to torch.compile, which would otherwise compile for some numbers of rows.
+    It is a single custom op for torch.compile, which would otherwise specialise on numbers of rows.
     """
     bias: Tensor | None = layer.bias
 
@@ -216,7 +216,7 @@ def _slice_sums(
             inputs_RK = x.load([first_row, start])
             sums_NR = tl.dot(weights_NK, tl.trans(inputs_RK), sums_NR, input_precision="ieee")
     else:
-        # What lies beyond the end is read from the last row or column, and is not written.
+        # Beyond the end, the last row or column is read, and nothing is written.
         columns_N = tl.minimum(first_column + tl.arange(0, BLOCK_N), num_columns - 1)
         rows_R = tl.minimum(first_row + tl.arange(0, BLOCK_R), num_rows - 1)
         inner_K = tl.arange(0, BLOCK_K)
@@ -243,7 +243,7 @@ def _multiply(
     IS_PARALLEL: tl.constexpr, IS_ONE_SLICE: tl.constexpr, IS_EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_TMA: tl.constexpr,
 ) -> None:  # fmt: skip
-    # Tiles of the same weights are neighbours, so that the weights are read once.
+    # Tiles with the same weights are adjacent, so that the weights are read once.
     row_tiles = tl.cdiv(num_rows, BLOCK_R)
     first_column = tl.program_id(0) // row_tiles * BLOCK_N
     first_row = tl.program_id(0) % row_tiles * BLOCK_R
