@@ -203,7 +203,8 @@ def test_data_sets_and_other_iterables_are_rows():
         ({"mode": "parital"}, ConfigError, "did you mean 'partial'"),
         ({"slots": "many"}, ConfigError, "engine.slots must be a whole number, got 'many'"),
         ({"samples": 1, "algorithm": "grpo"}, ConfigError, "must be at least 2, got 1"),
-        ({"config": 3}, ConfigError, "config must be a TrainSettings or the path"),
+        ({"config": 3}, ConfigError, "config must be a TrainSettings, a dict such as"),
+        ({"config": {"lora": {"rnk": 8}}}, ConfigError, "did you mean 'lora.rank'"),
         ({"config": "none.toml"}, DataError, "cannot be read"),
     ],
 )
@@ -255,3 +256,18 @@ def test_a_file_of_settings_is_taken_as_on_the_command_line():
     assert run.folder == Path("here")
     assert run.settings.schedule.samples_per_prompt == 2
     assert run.settings.schedule.harvest_unit == "prompt"
+
+
+def test_a_dict_of_settings_is_a_file_of_settings():
+    run = train(
+        config={
+            "threads": 1,
+            "rewards": {"workers": 1},
+            "algorithm": {"name": "rloo"},
+            "engine": {"slots": 4},
+        },
+        samples=2,
+    )
+    settings = run.settings
+    assert (settings.engine.slots, settings.schedule.samples_per_prompt) == (4, 2)
+    assert settings.schedule.harvest_unit == "prompt"

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
     from sortedrl.runs.training import Ending
 
+Config = TrainSettings | Mapping[str, Any] | str | Path
+"""All settings: as an object, as tables such as `{"lora": {"rank": 8}}`, or a TOML file."""
 Reward = str | Callable[..., object] | Sequence[Callable[..., object]]
 """A function of (prompt, response), several of them, or text as on the command line."""
 Rows = str | Path | Iterable[object]
@@ -77,7 +79,7 @@ def train(
     epochs: int | None = None,
     seed: int | None = None,
     prompt_field: str | None = None,
-    config: TrainSettings | str | Path | None = None,
+    config: Config | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Run:
     """Train a model with rewards, its rollouts scheduled by length; waits until the run ends.
@@ -363,15 +365,19 @@ def html_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _settings(config: TrainSettings | str | Path | None) -> tuple[TrainSettings, Chosen]:
+def _settings(config: Config | None) -> tuple[TrainSettings, Chosen]:
     """The base settings, and which of them were chosen."""
     if config is None:
         return TrainSettings(), frozenset()
     if isinstance(config, TrainSettings):
         return config, changed_names(config)
+    if isinstance(config, Mapping):
+        settings = settings_with(TrainSettings(), with_siblings(config))
+        return settings, frozenset(names_in(config))
     if not isinstance(config, str | Path):
         raise ConfigError(
-            f"config must be a TrainSettings or the path of a TOML file, got {config!r:.80}"
+            "config must be a TrainSettings, a dict such as {'lora': {'rank': 8}}, or the path of "
+            f"a TOML file, got {config!r:.80}"
         )
     return settings_of_file(Path(config))
 
