@@ -688,10 +688,10 @@ def test_an_impossible_trajectory_is_refused_with_all_that_came_with_it(open_poo
 def test_a_trajectory_is_taken_on_once_until_it_comes_back(open_pool):
     pool = open_pool(Scripted(slots=1))
     twice = [answer_to(0), answer_to(1), answer_to(0)]
-    with pytest.raises(RequestError, match=r"trajectory \(0, 0\) must be submitted once"):
+    with pytest.raises(RequestError, match=r"trajectory \(0, 0\) is already in the pool"):
         pool.submit(twice, tolerance=None)
     pool.submit(twice[:2], tolerance=None)
-    with pytest.raises(RequestError, match=r"trajectory \(1, 0\) must be submitted once"):
+    with pytest.raises(RequestError, match=r"trajectory \(1, 0\) is already in the pool"):
         pool.submit([answer_to(1)], tolerance=None)
     assert [t.key for t in pool.interrupt()] == [(0, 0), (1, 0)]
 
@@ -802,7 +802,7 @@ def test_impossible_pools_are_refused():
     one = Scripted()
     cases = {
         "at least 1 engine": [],
-        "in a pool once": [one, one],
+        "in a pool only once": [one, one],
         "weights of one version": [one, Scripted()],
     }
     cases["weights of one version"][1].version = 3
