@@ -199,6 +199,7 @@ def test_data_sets_and_other_iterables_are_rows():
         ({"reward": len}, ConfigError, r"must take \(prompt, response\)"),
         ({"reward": lambda response, prompt: 1.0}, ConfigError, "the prompt first .* swap them"),
         ({"model": 3}, ConfigError, "model must be a hub name"),
+        ({"model": "./absent", "rows": "absent.jsonl"}, ModelError, "absent: no such file or fo"),
         ({"tokenizer": "gpt2"}, ConfigError, "with a model object only, and 'tiny"),
         ({"mode": "parital"}, ConfigError, "did you mean 'partial'"),
         ({"slots": "many"}, ConfigError, "engine.slots must be a whole number, got 'many'"),

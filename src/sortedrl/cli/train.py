@@ -29,6 +29,7 @@ from sortedrl.config.sizes import (
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.models.shape import refuse_wrong_path
 from sortedrl.report.terminal import table, tell
 from sortedrl.runs.folder import RunFolder, settings_at
 from sortedrl.runs.start import train
@@ -169,6 +170,7 @@ def _dry_run(given: Arguments, chosen: Chosen) -> None:
         given_tokens=given.given_tokens,
         conversations=given.conversations,
     )
+    refuse_wrong_path(given.settings.model)
     rows = _rows(given.settings) if given.rows is None else []
     num_rows = len(rows) if given.rows is None else given.rows
     settings = sized(given.settings, num_rows=num_rows, chosen=chosen)

@@ -33,6 +33,7 @@ from sortedrl.config.train import Saving, SupervisedSettings, Tracking, TrainSet
 from sortedrl.core.files import Value, free_path
 from sortedrl.data.catalogue import Task
 from sortedrl.errors import EngineLost, TrainerLost
+from sortedrl.models.shape import refuse_wrong_path
 from sortedrl.models.tiny import is_tiny, tiny_settings
 from sortedrl.report.live import opened_view
 from sortedrl.report.terminal import progress, refuse_unwritable_folder, tell
@@ -119,10 +120,11 @@ def train(
 
 
 def _refuse_early(settings: TrainSettings | SupervisedSettings) -> None:
-    """Check what needs neither rows nor weights: packages, the size of `tiny`, the folder."""
+    """Check what needs neither rows nor weights: packages, and the paths of model and run."""
     require_native("training")
     if is_tiny(settings.model):
         tiny_settings(settings.model)
+    refuse_wrong_path(settings.model)
     refuse_unwritable_folder(settings.out)
 
 
