@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from uuid import uuid4
 
-from sortedrl.environments.protocol import Opening, Reply
+from sortedrl.environments import Opening, Reply
 from sortedrl.errors import ConfigError
 
 

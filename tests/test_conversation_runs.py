@@ -15,7 +15,7 @@ _ENVIRONMENTS = '''"""Environments over random letters."""
 import time
 from zlib import crc32
 
-from sortedrl.environments.protocol import Opening, Reply
+from sortedrl.environments import Opening, Reply
 
 
 class Letters:

@@ -39,7 +39,7 @@ from typing import (
     runtime_checkable,
 )
 
-from sortedrl.environments.protocol import Environment, Message, Opening, Reply, ToolSchema
+from sortedrl.environments import Environment, Message, Opening, Reply, ToolSchema
 from sortedrl.errors import ConfigError, unknown_name
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

@@ -14,8 +14,8 @@ from sortedrl.config.data import EnvironmentSettings
 from sortedrl.config.parsing import options_from
 from sortedrl.data.knights_puzzle import Assignment, parse_puzzle, solutions
 from sortedrl.data.knights_wording import PEOPLE, compact_answer
+from sortedrl.environments import Message, Opening, Reply
 from sortedrl.environments.adapters import prompt_messages
-from sortedrl.environments.protocol import Message, Opening, Reply
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.rewards.code import SandboxLimits, run_python
 from sortedrl.rewards.functions import RewardSource

@@ -25,7 +25,7 @@ from typing import Literal, Self
 from sortedrl.config.data import EnvironmentSettings
 from sortedrl.core.protocols import Scorer
 from sortedrl.data.rows import Row
-from sortedrl.environments.protocol import Message, Opening, Reply
+from sortedrl.environments import Message, Opening, Reply
 from sortedrl.environments.rendering import Renderer
 from sortedrl.environments.worker import Answered, Call, Close, Failed, Idle, Turn
 from sortedrl.errors import EnvironmentFailed

@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from sortedrl.config.data import ChatUse
 from sortedrl.data.stream import Tokenizer
-from sortedrl.environments.protocol import Message
+from sortedrl.environments import Message
 from sortedrl.errors import ConfigError
 
 _THOUGHT, _ANSWER, _REPLY = "PROBED THOUGHT", "PROBED ANSWER", "PROBED REPLY"

@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sortedrl.environments import Environment, Message, Opening, Reply
 from sortedrl.environments.adapters import made
-from sortedrl.environments.protocol import Environment, Message, Opening, Reply
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.rewards.functions import RewardSource, load_module
 from sortedrl.rewards.pool.process import served
