@@ -36,7 +36,7 @@ TABLES = {
     "ablations": "One setting changed at a time: group, batch, lookahead, tolerance, harvest unit.",
     "learning_logic": "Score against samples, tokens and seconds: Knights and Knaves.",
     "learning_seeds": "Order and freshness separated: six schedules, 16 seeds, three rates.",
-    "learning_rates": "Small update batches on a CPU: 16 seeds, two learning rates.",
+    "learning_rates": "Small update batches on a CPU: 16 seeds, three learning rates.",
     "learning_maths": "The same for arithmetic, with PPO and with GRPO.",
     "learning_questions": "SmolLM2-135M on small questions, with lengths of its own.",
     "learning_puzzles": "The paper's logic run in small: SmolLM2-135M, puzzles in words.",
