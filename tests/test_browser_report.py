@@ -309,4 +309,4 @@ def test_a_cut_off_log_shows_as_far_as_it_came(browser_page, tmp_path):
     run = replace(whole, events=whole.events[: len(whole.events) // 3], rows=[], answers=[])
     open_text(browser_page, runs_page([run], title="Cut"), tmp_path)
     drawn(browser_page)
-    assert "is still running" in browser_page.inner_text("header .notes")
+    assert "is in progress" in browser_page.inner_text("header .notes")

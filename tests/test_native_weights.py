@@ -77,7 +77,7 @@ def test_weights_come_from_one_file_or_from_all_files_of_a_folder(tmp_path):
 
 
 def test_a_file_that_holds_no_weights_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"holds no \.safetensors file"):
+    with pytest.raises(DataError, match=r"has no \.safetensors file"):
         read_safetensors(tmp_path)
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"no weights")

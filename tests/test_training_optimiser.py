@@ -410,9 +410,9 @@ def test_the_optimiser_follows_the_learning_rate():
 
 
 def test_a_cosine_without_an_end_is_refused():
-    with pytest.raises(ConfigError, match="'cosine' needs to know the number of steps"):
+    with pytest.raises(ConfigError, match="'cosine' needs the number of steps"):
         optimiser_of(network(), schedule="cosine")
-    with pytest.raises(ConfigError, match="'cosine' needs to know the number of steps"):
+    with pytest.raises(ConfigError, match="'cosine' needs the number of steps"):
         learning_rate_at(3, settings=Optimisation(schedule="cosine"), total_steps=None)
 
 

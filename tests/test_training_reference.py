@@ -69,5 +69,5 @@ def test_a_reference_is_refreshed_only_where_there_is_a_whole_copy():
         Algorithm(reference_refresh=3)
     with pytest.raises(ConfigError, match=r"without adapters, got lora\.rank 4"):
         TrainSettings(algorithm=ALGORITHM, lora=Lora(rank=4))
-    with pytest.raises(ConfigError, match="and 1 ranks"):
+    with pytest.raises(ConfigError, match="trainer_ranks 1"):
         TrainSettings(algorithm=ALGORITHM, cluster=Cluster(rollout_workers=1))

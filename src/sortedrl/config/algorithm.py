@@ -514,16 +514,15 @@ def learning_rate_at(step: int, *, settings: Optimisation, total_steps: int | No
     >>> [learning_rate_at(step, settings=rises, total_steps=None) for step in range(5)]
     [0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
-    if settings.schedule == "constant":
-        return settings.learning_rate
     require(
-        total_steps is not None,
-        "optimiser.schedule 'cosine' needs the number of steps of the run, got none; "
+        settings.schedule == "constant" or total_steps is not None,
+        f"optimiser.schedule {settings.schedule!r} needs the number of steps of the run, got none; "
         "limit the run or set the schedule to 'constant'",
     )
-    assert total_steps is not None
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
+    if total_steps is None or settings.schedule == "constant":
+        return settings.learning_rate
     way = max(1, total_steps - 1 - settings.warmup_steps)
     passed = min(1.0, (step - settings.warmup_steps) / way)
     height = (1 + math.cos(math.pi * passed)) / 2

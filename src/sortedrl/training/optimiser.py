@@ -127,11 +127,8 @@ class Optimiser:
         `computes_in` is the precision of the model, where the trained weights (such as adapters)
         have another.
         """
-        require(
-            settings.schedule == "constant" or total_steps is not None,
-            f"optimiser.schedule {settings.schedule!r} needs to know the number of steps of the "
-            "run, got none; limit the run or set the schedule to 'constant'",
-        )
+        # A schedule that the length of the run is missing for is refused now, not at the first step.
+        learning_rate_at(0, settings=settings, total_steps=total_steps)
         self._settings = settings
         self._total_steps = total_steps
         self._norm = norm
