@@ -127,7 +127,7 @@ class Optimiser:
         `computes_in` is the precision of the model, where the trained weights (such as adapters)
         have another.
         """
-        # A schedule that the length of the run is missing for is refused now, not at the first step.
+        # Refuses a schedule that needs the length of the run now, not at the first step.
         learning_rate_at(0, settings=settings, total_steps=total_steps)
         self._settings = settings
         self._total_steps = total_steps
