@@ -218,6 +218,7 @@ class SglangProcess:
         try:
             for bucket in weight_buckets(weights, bucket_bytes=_BUCKET_BYTES):
                 await self._load_bucket(bucket, version=weights.version)
+                bucket.clear()  # before the next one is filled
         finally:
             await self._weight_call(manager.end_weight_update(EndWeightUpdateReqInput()))
         if self._is_asleep:

@@ -162,6 +162,7 @@ class VllmProcess:
         try:
             for bucket in weight_buckets(weights, bucket_bytes=_BUCKET_BYTES):
                 await self._load_bucket(bucket)
+                bucket.clear()  # before the next one is filled
         finally:
             # Also after a failure, so that the next attempt starts over.
             await self._call_workers("finish_weights", {})
