@@ -96,6 +96,25 @@ def test_a_load_that_fails_is_ended_so_that_the_next_one_begins_anew(monkeypatch
     ]
 
 
+def test_an_engine_whose_load_fails_while_it_wakes_wakes_its_weights_only_once(monkeypatch):
+    monkeypatch.setattr(vllm_process, "_BUCKET_BYTES", 1000)
+    engine = FakeVllm(broken_at=3)
+
+    async def run():
+        backend = VllmProcess(engine, name="vLLM", slots=2, can_sleep=True)
+        await backend.sleep()
+        with pytest.raises(EngineError, match="refused: out of memory"):
+            await backend.load_weights(Weights(1, tensors()))
+        await backend.load_weights(Weights(1, tensors()))
+        await backend.close()
+
+    asyncio.run(run())
+    load = ["begin_weights", "read_weights", "read_weights", "read_weights", "finish_weights"]
+    assert engine.calls == [
+        *("sleep 2", "wake weights", *load, *load, "wake kv_cache", "reset", "shutdown")
+    ]
+
+
 def test_buckets_hold_every_tensor_once_and_tied_ones_under_their_first_name():
     named = tensors()
     named["tied"] = named["layer.1"]
