@@ -336,7 +336,7 @@ def unwritable(ranks, case, folder):
 
 
 def held(ranks, case):
-    """After an update, how many numbers this rank holds of each model, and how many there are."""
+    """How many numbers this rank holds of each model between calls, and how many there are."""
     trainer = sharded_trainer(
         case.model(),
         ranks,
@@ -346,6 +346,7 @@ def held(ranks, case):
         critic=(critic := tiny_model(std=0.3)),
     )
     trainer.update(case.batch(0))
+    trainer.logprobs(case.batch(0).trajectories)
     return [
         (sum(p.to_local().numel() for p in model.parameters()), model.num_parameters())
         for model in (trainer.model, first, critic)

@@ -278,7 +278,7 @@ def test_ranks_refuse_to_train_on_different_batches(pair):
         )
 
 
-def test_between_updates_a_rank_holds_its_part_and_nothing_else(pair):
+def test_between_calls_a_rank_holds_its_part_and_nothing_else(pair):
     what = case("ppo", algorithm={"kl_coef": 0.1})
     for models in pair.do(sharded_worlds.held, what):
         assert len(models) == 3
