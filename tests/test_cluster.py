@@ -59,7 +59,15 @@ from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal
 from sortedrl.engines import conformance
 from sortedrl.engines.native import NativeEngine
-from sortedrl.errors import ConfigError, DataError, EngineError, EngineLost, TrainerLost
+from sortedrl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    EngineLost,
+    TrainerLost,
+    TrainingError,
+)
 from sortedrl.rewards.pool.process import children_of, kill_descendants
 from sortedrl.simulate.costs import ticks
 from sortedrl.simulate.engine import SimulatedPrompts, SimulatedTrainer
@@ -787,8 +795,8 @@ class Starting:
     def start(self, seconds):
         time.sleep(seconds)
 
-    def fail(self):
-        raise ValueError("there is no model")
+    def fail(self, error=None):
+        raise error or ValueError("there is no model")
 
     def close(self):
         return None
@@ -837,6 +845,14 @@ def test_what_one_rank_raised_is_told_where_the_others_wait_for_it(failed_traine
             lambda rank: rank.fail.remote() if rank is first else rank.start.remote(3600)
         )
     assert failed_trainer.is_closed
+
+
+def test_a_full_disk_of_one_rank_is_told_in_its_own_words(failed_trainer):
+    first = failed_trainer._ranks[0]
+    full = OSError(errno.ENOSPC, "No space left on device")
+    others = CheckpointError("1 of 3 ranks could not write their part")
+    with pytest.raises(TrainingError, match=r"ran out of disk space: .*No space left on device"):
+        failed_trainer.call(lambda rank: rank.fail.remote(full if rank is first else others))
 
 
 def test_a_rank_that_ray_killed_for_want_of_memory_is_lost(failed_trainer):

@@ -475,5 +475,5 @@ def test_ranks_that_cannot_write_all_say_so_and_go_on(pair, tmp_path):
     first, second = pair.do(sharded_worlds.unwritable, case(), tmp_path / "file")
     assert [version for _, version in (first, second)] == [1, 1]
     assert all("Not a directory" in said for said in first[0])
-    assert "1 of 2 ranks could not write their part" in second[0][0]
+    assert "1 of 2 ranks could not write their part; rank 0: NotADirectoryError" in second[0][0]
     assert "Not a directory" in second[0][1]

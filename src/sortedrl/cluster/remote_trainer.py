@@ -417,13 +417,14 @@ class RemoteTrainer:
             for error in found
             if isinstance(error, RayTaskError) and isinstance(error.cause, SortedRLError)
         ]
-        if own and not is_lost:
-            return own[0]
         raised = [error for error in found if isinstance(error, RayTaskError)]
         exhausted = None if is_lost else exhausted_resource([error.cause for error in raised])
+        # Before the errors of the ranks that only know that another one failed.
         if exhausted is not None:
             self._end()
             return TrainingError(f"{exhausted}{self._log_hint}")
+        if own and not is_lost:
+            return own[0]
         # The other ranks still wait for the lost one.
         self._end()
         reason = (

@@ -147,10 +147,10 @@ def _from_first(
 
 
 def _tell(failure: Failure, ranks: Ranks, name: str | Path) -> None:
-    num_failed = failure.count(ranks)
-    if num_failed:
+    errors = failure.all_errors(ranks)
+    if errors:
         raise ModelError(
-            f"{name}: {num_failed} of {ranks.world} ranks could not read it; see their errors"
+            f"{name}: {len(errors)} of {ranks.world} ranks could not read it; {errors[0]}"
         )
 
 
