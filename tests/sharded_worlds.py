@@ -106,7 +106,11 @@ class Case:
 
     def model(self):
         """The model that every process begins with."""
-        return self.prepared(tiny_model(self.architecture, std=0.3).to(self.dtype))
+        model = tiny_model(self.architecture, std=0.3)
+        # Its buffers stay in fp32, as in a model that is read from files.
+        for weight in model.parameters():
+            weight.data = weight.data.to(self.dtype)
+        return self.prepared(model)
 
     def prepared(self, model):
         """With adapters or checkpointed layers."""

@@ -206,11 +206,12 @@ def test_ranks_keep_their_part_of_the_state_elsewhere(pair, tmp_path, state, dty
             assert found.weights[name].equal(tensor), name
         else:
             torch.testing.assert_close(found.weights[name], tensor, atol=2e-2, rtol=0, msg=name)
-    folder = tmp_path / "one"
-    counters, undisturbed = saved(pair, folder, "sharded", cases[1])
-    for again in pair.do(sharded_worlds.resumed, cases[1], folder, "sharded", counters):
-        for name, tensor in undisturbed.weights.items():
-            assert again.weights[name].equal(tensor), name
+    for kind in ("full", "sharded"):
+        folder = tmp_path / kind
+        counters, undisturbed = saved(pair, folder, kind, cases[1])
+        for again in pair.do(sharded_worlds.resumed, cases[1], folder, kind, counters):
+            for name, tensor in undisturbed.weights.items():
+                assert again.weights[name].equal(tensor), name
 
 
 def test_half_precision_has_masters_in_parts(pair):
