@@ -15,23 +15,26 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from multiprocessing.queues import Queue
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 _SECONDS = 900.0
+_ANSWER_SECONDS = 120.0
 _TOKENS = 16
 _PROMPT = [5, 9, 2, 7]
 _SYNC_TENSORS = 64
@@ -181,22 +184,42 @@ def _ipc(_: bool) -> str:
 
     tensor = torch.arange(1 << 20, device="cuda", dtype=torch.float32)
     (address,) = addresses({"weight": tensor})
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    child = context.Process(target=_read_address, args=(address, answers))
-    child.start()
-    found = answers.get(timeout=120)
-    child.join(60)
+    found = _answer(_second_process(_read_address, address))
     expected = float(tensor.double().sum())
     _require(found == expected, f"the other process must read {expected}, got {found}")
     return "a tensor was read in place by another process on the same card"
 
 
-def _read_address(address: Sequence[object], answers: Queue[float]) -> None:
+def _read_address(address: Sequence[object]) -> float:
     from sortedrl.engines.vllm.worker_extension import _gpu, _tensors
 
     ((_, tensor),) = _tensors([address], {_gpu(0): 0})
-    answers.put(float(tensor.double().sum()))
+    return float(tensor.double().sum())
+
+
+def _second_process(work: Callable[..., object], *arguments: object) -> Queue[object]:
+    """Start another process; the queue gets what `work` returns there, or its error."""
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    # A daemon: where this process has failed, it does not wait for the other one.
+    context.Process(target=_answered, args=(work, arguments, answers), daemon=True).start()
+    return answers
+
+
+def _answered(
+    work: Callable[..., object], arguments: Sequence[object], answers: Queue[object]
+) -> None:
+    try:
+        answers.put(work(*arguments))
+    except Exception as error:  # noqa: BLE001  raised by the first process
+        answers.put(RuntimeError(f"in the second process: {type(error).__name__}: {error}"))
+
+
+def _answer(answers: Queue[object]) -> Any:  # noqa: ANN401
+    found = answers.get(timeout=_ANSWER_SECONDS)
+    if isinstance(found, RuntimeError):
+        raise found
+    return found
 
 
 def _broadcast(on_cpu: bool) -> str:
@@ -206,21 +229,17 @@ def _broadcast(on_cpu: bool) -> str:
 
     store = RendezvousStore("127.0.0.1", seconds=120)
     rendezvous = Rendezvous(host=store.host, port=store.port, world=2, key="check", timeout=120)
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.Queue()
     devices = ("cpu", "cpu") if on_cpu else ("cuda:0", "cuda:1")
-    child = context.Process(target=_receive, args=(rendezvous, devices[1], answers))
-    child.start()
+    answers = _second_process(_receive, rendezvous, devices[1])
     length = 1 << (16 if on_cpu else 22)
     tensors = {
         f"{n}": torch.full((length,), float(n), device=devices[0]) for n in range(_SYNC_TENSORS)
     }
-    sender = BroadcastSender(devices[0])
     start = time.perf_counter()
-    sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
-    seconds = time.perf_counter() - start
-    found = answers.get(timeout=120)
-    child.join(60)
+    with closing(BroadcastSender(devices[0])) as sender:
+        sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
+        seconds = time.perf_counter() - start
+        found = _answer(answers)
     expected = [float(n) for n in range(_SYNC_TENSORS)]
     _require(found["values"] == expected, "the second process must have what the first one sent")
     kind = torch.device(devices[1]).type
@@ -230,15 +249,15 @@ def _broadcast(on_cpu: bool) -> str:
     return f"{size / 1e9:.2f} GB in {seconds:.2f} s, including setup, over {over}"
 
 
-def _receive(rendezvous: object, device: str, answers: Queue[dict[str, object]]) -> None:
+def _receive(rendezvous: object, device: str) -> dict[str, object]:
     from sortedrl.cluster.broadcast import BroadcastReceiver
     from sortedrl.cluster.weight_transport import Rendezvous
 
     assert isinstance(rendezvous, Rendezvous)
-    receiver = BroadcastReceiver(device)
-    received = {n: t for bucket in receiver.buckets(rendezvous, 1) for n, t in bucket.items()}
-    values = [float(received[f"{n}"][-1]) for n in range(_SYNC_TENSORS)]
-    answers.put({"values": values, "device": received["0"].device.type})
+    with closing(BroadcastReceiver(device)) as receiver:
+        received = {n: t for bucket in receiver.buckets(rendezvous, 1) for n, t in bucket.items()}
+        values = [float(received[f"{n}"][-1]) for n in range(_SYNC_TENSORS)]
+    return {"values": values, "device": received["0"].device.type}
 
 
 # --- whole runs -----------------------------------------------------------------------------------
@@ -388,16 +407,28 @@ def tried(name: str, *, seconds: float, on_cpu: bool) -> Verdict:
     start = perf_counter()
     command = [sys.executable, str(Path(__file__).resolve()), "--alone", name]
     command += ["--cpu"] if on_cpu else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return Verdict(part=name, verdict="failed", words=f"timeout after {seconds:g} s")
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            # With the processes that it has started, which hold memory of the GPUs.
+            os.killpg(process.pid, signal.SIGKILL)
+            return Verdict(part=name, verdict="failed", words=f"timeout after {seconds:g} s")
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     took = perf_counter() - start
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        words = lines[-1] if lines else f"exit code {done.returncode}"
+    if process.returncode:
+        lines = [line for line in errors.splitlines() if line.strip()]
+        words = lines[-1] if lines else f"exit code {process.returncode}"
         return Verdict(part=name, verdict="failed", words=words, seconds=took)
-    words = done.stdout.strip().splitlines()[-1]
+    words = output.strip().splitlines()[-1]
     return Verdict(part=name, verdict="ok", words=words, seconds=took)
 
 

@@ -106,7 +106,11 @@ class Case:
 
     def model(self):
         """The model that every process begins with."""
-        return self.prepared(tiny_model(self.architecture, std=0.3).to(self.dtype))
+        model = tiny_model(self.architecture, std=0.3)
+        # Its buffers stay in fp32, as in a model that is read from files.
+        for weight in model.parameters():
+            weight.data = weight.data.to(self.dtype)
+        return self.prepared(model)
 
     def prepared(self, model):
         """With adapters or checkpointed layers."""
@@ -336,7 +340,7 @@ def unwritable(ranks, case, folder):
 
 
 def held(ranks, case):
-    """After an update, how many numbers this rank holds of each model, and how many there are."""
+    """How many numbers this rank holds of each model between calls, and how many there are."""
     trainer = sharded_trainer(
         case.model(),
         ranks,
@@ -346,6 +350,7 @@ def held(ranks, case):
         critic=(critic := tiny_model(std=0.3)),
     )
     trainer.update(case.batch(0))
+    trainer.logprobs(case.batch(0).trajectories)
     return [
         (sum(p.to_local().numel() for p in model.parameters()), model.num_parameters())
         for model in (trainer.model, first, critic)

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("ray", reason="the cluster needs the package ray")
 import ray
 import torch
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError
 
 from cluster_worlds import (
     BreakingFactory,
@@ -59,7 +59,15 @@ from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal
 from sortedrl.engines import conformance
 from sortedrl.engines.native import NativeEngine
-from sortedrl.errors import ConfigError, DataError, EngineError, EngineLost
+from sortedrl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    EngineLost,
+    TrainerLost,
+    TrainingError,
+)
 from sortedrl.rewards.pool.process import children_of, kill_descendants
 from sortedrl.simulate.costs import ticks
 from sortedrl.simulate.engine import SimulatedPrompts, SimulatedTrainer
@@ -787,8 +795,11 @@ class Starting:
     def start(self, seconds):
         time.sleep(seconds)
 
-    def fail(self):
-        raise ValueError("there is no model")
+    def fail(self, error=None):
+        raise error or ValueError("there is no model")
+
+    def close(self):
+        return None
 
 
 @pytest.mark.usefixtures("ray_here")
@@ -808,3 +819,52 @@ def test_who_waits_for_a_rank_that_makes_progress_is_waited_for_and_a_failure_is
     finally:
         ray.kill(loading)
         ray.kill(waiting)
+
+
+@pytest.fixture
+def failed_trainer(ray_here, tmp_path, monkeypatch):
+    """A trainer of three ranks, of which one fails and the others wait for it."""
+    from sortedrl.cluster import remote_trainer
+
+    monkeypatch.setattr(remote_trainer, "_OTHERS_SECONDS", 1.0)
+    monkeypatch.setattr(remote_trainer, "_CLOSE_SECONDS", 2.0)
+    made = ray.remote(Starting).options(num_cpus=0)
+    trainer = object.__new__(remote_trainer.RemoteTrainer)
+    trainer.is_closed = False
+    trainer._ranks = [made.remote(is_busy=False) for _ in range(3)]
+    trainer._logs = LogFolder.opened(tmp_path)
+    ray.get([rank.cpu_seconds.remote() for rank in trainer._ranks])
+    yield trainer
+    trainer._end()
+
+
+def test_what_one_rank_raised_is_told_where_the_others_wait_for_it(failed_trainer):
+    first = failed_trainer._ranks[0]
+    with pytest.raises(TrainerLost, match="a trainer rank is lost: ValueError: there is no model"):
+        failed_trainer.call(
+            lambda rank: rank.fail.remote() if rank is first else rank.start.remote(3600)
+        )
+    assert failed_trainer.is_closed
+
+
+def test_a_full_disk_of_one_rank_is_told_in_its_own_words(failed_trainer):
+    first = failed_trainer._ranks[0]
+    full = OSError(errno.ENOSPC, "No space left on device")
+    others = CheckpointError("1 of 3 ranks could not write their part")
+    with pytest.raises(TrainingError, match=r"ran out of disk space: .*No space left on device"):
+        failed_trainer.call(lambda rank: rank.fail.remote(full if rank is first else others))
+
+
+def test_a_rank_that_ray_killed_for_want_of_memory_is_lost(failed_trainer):
+    killed = OutOfMemoryError("Task was killed.\nRefer to the documentation")
+    error = failed_trainer._failure([ray.put(None)], killed)
+    assert isinstance(error, TrainerLost)
+    assert "its process has died (killed, out of memory, or crashed)" in str(error)
+
+
+def test_ranks_that_do_not_answer_are_ended_together(failed_trainer):
+    for rank in failed_trainer._ranks:
+        rank.start.remote(3600)
+    began = time.monotonic()
+    failed_trainer.close()
+    assert time.monotonic() - began < 2 * 2.0

@@ -131,6 +131,19 @@ def test_a_tiny_model_takes_the_precision_it_is_asked_for():
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+def test_a_tiny_model_in_16_bits_computes_the_same_once_it_is_saved_and_loaded(tmp_path):
+    model = load_model(TINY, dtype=torch.bfloat16, device="cpu")
+    model.save_pretrained(tmp_path)
+    again = load_model(tmp_path, dtype=torch.bfloat16, device="cpu")
+    buffers = dict(again.named_buffers())
+    for name, buffer in model.named_buffers():
+        assert buffers[name].dtype == buffer.dtype, name
+        assert buffers[name].equal(buffer), name
+    tokens = torch.arange(60)[None] % model.config.vocab_size
+    with torch.no_grad():
+        assert model(tokens).logits.equal(again(tokens).logits)
+
+
 def test_a_spec_names_the_sizes():
     assert tiny_settings("tiny") == TinySettings()
     assert tiny_settings("tiny:hidden=64,seed=3") == TinySettings(hidden=64, seed=3)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,27 @@ def test_without_gpus_a_part_says_what_it_needs_or_is_tried_on_cpus(check, capsy
     parts = json.loads((tmp_path / "found.json").read_text())["parts"]
     assert [part["verdict"] for part in parts] == ["skipped", "ok", "ok"]
     assert parts[2]["words"].endswith("over gloo")
+
+
+def test_a_part_that_hangs_leaves_no_process(check, monkeypatch, tmp_path):
+    hanging = tmp_path / "hanging.py"
+    hanging.write_text(
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr(check, "__file__", str(hanging))
+    verdict = check.tried("bits", seconds=10, on_cpu=True)
+    assert (verdict.verdict, verdict.words) == ("failed", "timeout after 10 s")
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    until = time.monotonic() + 30
+    # A process that has ended may wait for the one above it.
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < until, "the child of a part still runs"
+        time.sleep(0.1)
+
+
+def test_the_error_of_a_second_process_is_told(check):
+    with pytest.raises(RuntimeError, match=r"in the second process: ValueError: .*'word'"):
+        check._answer(check._second_process(int, "word"))

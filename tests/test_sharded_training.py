@@ -206,11 +206,12 @@ def test_ranks_keep_their_part_of_the_state_elsewhere(pair, tmp_path, state, dty
             assert found.weights[name].equal(tensor), name
         else:
             torch.testing.assert_close(found.weights[name], tensor, atol=2e-2, rtol=0, msg=name)
-    folder = tmp_path / "one"
-    counters, undisturbed = saved(pair, folder, "sharded", cases[1])
-    for again in pair.do(sharded_worlds.resumed, cases[1], folder, "sharded", counters):
-        for name, tensor in undisturbed.weights.items():
-            assert again.weights[name].equal(tensor), name
+    for kind in ("full", "sharded"):
+        folder = tmp_path / kind
+        counters, undisturbed = saved(pair, folder, kind, cases[1])
+        for again in pair.do(sharded_worlds.resumed, cases[1], folder, kind, counters):
+            for name, tensor in undisturbed.weights.items():
+                assert again.weights[name].equal(tensor), name
 
 
 def test_half_precision_has_masters_in_parts(pair):
@@ -278,7 +279,7 @@ def test_ranks_refuse_to_train_on_different_batches(pair):
         )
 
 
-def test_between_updates_a_rank_holds_its_part_and_nothing_else(pair):
+def test_between_calls_a_rank_holds_its_part_and_nothing_else(pair):
     what = case("ppo", algorithm={"kl_coef": 0.1})
     for models in pair.do(sharded_worlds.held, what):
         assert len(models) == 3
@@ -475,5 +476,5 @@ def test_ranks_that_cannot_write_all_say_so_and_go_on(pair, tmp_path):
     first, second = pair.do(sharded_worlds.unwritable, case(), tmp_path / "file")
     assert [version for _, version in (first, second)] == [1, 1]
     assert all("Not a directory" in said for said in first[0])
-    assert "1 of 2 ranks could not write their part" in second[0][0]
+    assert "1 of 2 ranks could not write their part; rank 0: NotADirectoryError" in second[0][0]
     assert "Not a directory" in second[0][1]

@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from sortedrl.config.algorithm import Optimisation
 from sortedrl.errors import ConfigError
@@ -227,6 +230,23 @@ def test_what_cannot_be_kept_so_is_refused():
             optimiser_of(network(torch.float64), state=state)
     with pytest.raises(ConfigError, match=r"optimiser\.state"):
         Optimisation(state="4bit")
+
+
+@pytest.mark.parametrize("state", ["8bit", "offload"])
+def test_the_state_of_a_rank_is_saved_from_main_memory_and_not_from_its_gpu(state):
+    # A mesh of GPUs can be described without any; whatever moves a tensor to one fails.
+    mesh = DeviceMesh("cuda", torch.arange(1), _init_backend=False, _rank=0)
+    whole = torch.randn(64, 16, generator=torch.Generator().manual_seed(3))
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    weight = nn.Parameter(DTensor(whole.clone(), spec, requires_grad=False))
+    optimiser = Optimiser({"weight": weight}, replace(KNOBS, state=state), total_steps=None)
+    tensors, _ = optimiser.state()
+    assert tensors.keys() == {f"{moment}.weight" for moment in (FIRST, SECOND)}
+    for tensor in tensors.values():
+        assert isinstance(tensor, DTensor)
+        assert (tensor.shape, tensor.dtype) == (whole.shape, torch.float32)
+        assert tensor.to_local().device.type == "cpu"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -583,6 +583,25 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken(tmp_path, state, lora_ra
     )
 
 
+def test_a_snapshot_is_written_without_a_change_of_the_default_dtype_that_threads_share(
+    tmp_path, monkeypatch
+):
+    from native_worlds import tiny_model
+    from sharded_worlds import Silent
+    from sortedrl.config.train import Lora
+    from sortedrl.training.lora import add_adapters
+    from training_worlds import train_settings, trainer_of
+
+    model = tiny_model("qwen3", std=0.3).to(torch.bfloat16)
+    add_adapters(model, Lora(rank=2), seed=0)
+    snapshot = trainer_of(model, train_settings()).snapshot(tokenizer=Silent())
+    changes = []
+    monkeypatch.setattr(torch, "set_default_dtype", changes.append)
+    save(tmp_path / "later", snapshot)
+    assert not changes
+    assert (tmp_path / "later/model/config.json").exists()
+
+
 def test_without_room_for_a_copy_there_is_no_snapshot(monkeypatch):
     from native_worlds import tiny_model
     from sharded_worlds import Silent

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from sortedrl.cluster.weight_transport import ReceivedWeights
 from sortedrl.engines.generation import TokenScores
 from sortedrl.engines.streaming import backend as streams
 from sortedrl.engines.streaming.backend import BackendLimits, Streams
@@ -94,6 +96,25 @@ def test_a_load_that_fails_is_ended_so_that_the_next_one_begins_anew(monkeypatch
     ]
 
 
+def test_an_engine_whose_load_fails_while_it_wakes_wakes_its_weights_only_once(monkeypatch):
+    monkeypatch.setattr(vllm_process, "_BUCKET_BYTES", 1000)
+    engine = FakeVllm(broken_at=3)
+
+    async def run():
+        backend = VllmProcess(engine, name="vLLM", slots=2, can_sleep=True)
+        await backend.sleep()
+        with pytest.raises(EngineError, match="refused: out of memory"):
+            await backend.load_weights(Weights(1, tensors()))
+        await backend.load_weights(Weights(1, tensors()))
+        await backend.close()
+
+    asyncio.run(run())
+    load = ["begin_weights", "read_weights", "read_weights", "read_weights", "finish_weights"]
+    assert engine.calls == [
+        *("sleep 2", "wake weights", *load, *load, "wake kv_cache", "reset", "shutdown")
+    ]
+
+
 def test_buckets_hold_every_tensor_once_and_tied_ones_under_their_first_name():
     named = tensors()
     named["tied"] = named["layer.1"]
@@ -105,6 +126,47 @@ def test_buckets_hold_every_tensor_once_and_tied_ones_under_their_first_name():
     ]
     tiny = list(weight_buckets(Weights(1, named), bucket_bytes=1))
     assert [len(bucket) for bucket in tiny] == [1] * 5
+
+
+def test_weights_that_arrive_in_memory_that_was_freed_are_not_taken_for_tied_ones():
+    memory = [bytearray(4000) for _ in range(4)]
+
+    def arriving():
+        for number in range(12):
+            # The memory of a tensor is used again once it was dropped, as an allocator does it.
+            tensor = torch.frombuffer(memory[number % len(memory)], dtype=torch.float32)
+            tensor.fill_(float(number))
+            yield {f"layer.{number}": tensor}
+            del tensor
+
+    found = {}
+    weights = Weights(1, ReceivedWeights(arriving()))
+    for bucket in weight_buckets(weights, bucket_bytes=4000):
+        found |= {name: float(tensor[0]) for name, tensor in bucket.items()}
+        del bucket
+    assert found == {f"layer.{number}": float(number) for number in range(12)}
+
+
+def test_a_bucket_is_not_held_while_the_next_one_is_filled(monkeypatch):
+    monkeypatch.setattr(vllm_process, "_BUCKET_BYTES", 400)
+    storages, held = [], []
+
+    def arriving():
+        for number in range(6):
+            held.append(sum(not storage.expired() for storage in storages))
+            tensor = torch.full((100,), float(number))
+            storages.append(StorageWeakRef(tensor.untyped_storage()))
+            yield {f"layer.{number}": tensor}
+            del tensor
+
+    async def run():
+        backend = VllmProcess(FakeVllm(), name="vLLM", slots=2)
+        await backend.load_weights(Weights(1, ReceivedWeights(arriving())))
+        await backend.close()
+
+    asyncio.run(run())
+    # A tensor that fits into no bucket any more is there when that one is loaded.
+    assert held == [0, 1, 1, 1, 1, 1]
 
 
 # --- opens that fail ------------------------------------------------------------------------------

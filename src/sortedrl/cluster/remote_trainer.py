@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError as KilledForMemory
 from torch import OutOfMemoryError
 
 from sortedrl.cluster.broadcast import BroadcastSender
@@ -227,6 +228,8 @@ class TrainerRank:
 _CLOSE_SECONDS = 20.0
 # While one rank writes a checkpoint the others wait. Ray reports a lost rank much sooner.
 _COLLECTIVE_SECONDS = 1800.0
+# Ray kills processes when a machine has little memory left.
+_LOST = (ActorDiedError, ActorUnavailableError, KilledForMemory)
 # Time for the others to report their errors, when one has failed.
 _OTHERS_SECONDS = 10.0
 
@@ -347,10 +350,13 @@ class RemoteTrainer:
         if self.is_closed:
             return
         self.is_closed = True
-        for number, rank in enumerate(self._ranks):
+        texts = [rank.close.remote() for rank in self._ranks]
+        # One that waits for another rank does not answer, and all have the same time.
+        ray.wait(texts, num_returns=len(texts), timeout=_CLOSE_SECONDS)
+        for number, text_of in enumerate(texts):
             # Its process ends even if this fails.
             with suppress(RayError):
-                text = ray.get(rank.close.remote(), timeout=_CLOSE_SECONDS)
+                text = ray.get(text_of, timeout=0)
                 if text is not None:
                     (self._logs.folder / f"rank-{number}.log").write_text(text)
         self._end()
@@ -405,25 +411,27 @@ class RemoteTrainer:
         """The error to raise: that a rank is lost comes before the errors of the others."""
         ray.wait(list(results), num_returns=len(results), timeout=_OTHERS_SECONDS)
         found = [first, *self._errors(results)]
-        is_lost = any(isinstance(error, ActorDiedError | ActorUnavailableError) for error in found)
+        is_lost = any(isinstance(error, _LOST) for error in found)
         own = [
             error.cause
             for error in found
             if isinstance(error, RayTaskError) and isinstance(error.cause, SortedRLError)
         ]
-        if own and not is_lost:
-            return own[0]
-        causes = [error.cause for error in found if isinstance(error, RayTaskError)]
-        exhausted = None if is_lost else exhausted_resource(causes)
+        raised = [error for error in found if isinstance(error, RayTaskError)]
+        exhausted = None if is_lost else exhausted_resource([error.cause for error in raised])
+        # Before the errors of the ranks that only know that another one failed.
         if exhausted is not None:
             self._end()
             return TrainingError(f"{exhausted}{self._log_hint}")
+        if own and not is_lost:
+            return own[0]
         # The other ranks still wait for the lost one.
         self._end()
         reason = (
             "its process has died (killed, out of memory, or crashed)"
             if is_lost
-            else str(found[-1]).strip().rpartition("\n")[2]
+            # Ranks that wait for the one that failed have not answered.
+            else str((raised or found)[0]).strip().rpartition("\n")[2]
         )
         return TrainerLost(f"a trainer rank is lost: {reason}{self._log_hint}")
 

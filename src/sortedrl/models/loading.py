@@ -174,7 +174,9 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     if is_tiny(str(name)):
         made = tiny_model(tiny_settings(str(name)))
-        torch.nn.Module.to(made, dtype)
+        # Without its buffers: a model that is read from files has its rotary frequencies in fp32.
+        for weight in made.parameters():
+            weight.data = weight.data.to(dtype)
         return made
     folder, gguf = folder_and_gguf(name)
     refuse_wrong_path(name)

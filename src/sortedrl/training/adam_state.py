@@ -35,6 +35,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
@@ -302,7 +303,7 @@ class HostState:
         return _kinds(self._parameters, self._half)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live ones, in main memory; those of a rank on the device of its mesh."""
+        """The live ones, in main memory."""
         return {
             f"{kind}.{name}": _like(tensor, self._parameters[name])
             for kind, tensors in self._host.items()
@@ -498,17 +499,13 @@ def _kinds(parameters: Mapping[str, Parameter], masters: Mapping[str, object]) -
 
 
 def _like(tensor: Tensor, parameter: Parameter) -> Tensor:
-    """A tensor of this process's part, sharded like its weight."""
+    """A tensor of this process's part, sharded like its weight; it stays where it is."""
     if not isinstance(parameter, DTensor):
         return tensor
-    return DTensor.from_local(
-        tensor.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    meta = TensorMeta(parameter.shape, parameter.stride(), tensor.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    # Not `from_local`: it moves a tensor to the device of the mesh, which may not hold them all.
+    return DTensor(tensor, spec, requires_grad=False)
 
 
 def _slab(parameters: Mapping[str, Parameter]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -193,20 +193,20 @@ def plain_skeleton(model: PreTrainedModel) -> PreTrainedModel:
 
 def export_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
     """Write weights, config and tokenizer; no pickle, and no weights that are not finite."""
-    export_tensors(model, plain_tensors(model), folder, tokenizer=tokenizer)
+    export_tensors(plain_skeleton(model), plain_tensors(model), folder, tokenizer=tokenizer)
 
 
 def export_tensors(
-    model: PreTrainedModel,
+    plain: PreTrainedModel,
     tensors: Mapping[str, Tensor],
     folder: Path,
     *,
     tokenizer: Any,  # noqa: ANN401
 ) -> None:
-    """Write these weights of the plain model, by its names, as `export_model` writes its own."""
+    """Write these weights of a plain model, by its names, as `export_model` writes its own."""
     refuse_not_finite(tensors)
     with without_bars():
-        plain_skeleton(model).save_pretrained(folder, state_dict=dict(tensors))
+        plain.save_pretrained(folder, state_dict=dict(tensors))
         tokenizer.save_pretrained(folder)
 
 

@@ -56,6 +56,7 @@ from sortedrl.training.lora import (
     ADAPTER_FILE,
     export_model,
     export_tensors,
+    plain_skeleton,
     plain_tensors,
     trained_parameters,
 )
@@ -257,11 +258,14 @@ class PolicyTrainer:
     ) -> Snapshot:
         """Writes these tensors with the present counters, also once training has continued."""
         counters, held = deepcopy(self.counters()), self.held
+        # Not while training continues: transformers changes torch's default dtype, which all
+        # threads share, while it makes a model.
+        plain = plain_skeleton(self.model)
 
         def write(folder: Path) -> dict[str, Any]:
             for name, tensors in files.items():
                 if name == _MODEL:
-                    export_tensors(self.model, tensors, folder / name, tokenizer=tokenizer)
+                    export_tensors(plain, tensors, folder / name, tokenizer=tokenizer)
                     continue
                 refuse_not_finite(tensors)
                 write_tensors(folder, name, tensors=tensors)

@@ -74,7 +74,8 @@ class SglangProcess:
         """Use a running engine; see `start`."""
         self.name = name
         self._can_sleep = can_sleep
-        self._is_asleep = False
+        self._asleep: set[str] = set()
+        """What has no memory now: the weights, the cache."""
         self._num_scored = 0
         self.limits = limits
         self._engine = engine
@@ -205,25 +206,20 @@ class SglangProcess:
         from sglang.srt.managers.io_struct import (
             BeginWeightUpdateReqInput,
             EndWeightUpdateReqInput,
-            ResumeMemoryOccupationReqInput,
         )
 
         # No request is running, so these had ended before their abort.
         self._aborted.clear()
         manager = self._manager
-        if self._is_asleep:
-            resumed = ResumeMemoryOccupationReqInput(tags=["weights"])
-            await self._unless_lost(manager.resume_memory_occupation(resumed))
+        await self._wake("weights")
         await self._weight_call(manager.begin_weight_update(BeginWeightUpdateReqInput()))
         try:
             for bucket in weight_buckets(weights, bucket_bytes=_BUCKET_BYTES):
                 await self._load_bucket(bucket, version=weights.version)
+                bucket.clear()  # before the next one is filled
         finally:
             await self._weight_call(manager.end_weight_update(EndWeightUpdateReqInput()))
-        if self._is_asleep:
-            resumed = ResumeMemoryOccupationReqInput(tags=["kv_cache"])
-            await self._unless_lost(manager.resume_memory_occupation(resumed))
-            self._is_asleep = False
+        await self._wake("kv_cache")
         for _ in range(_FLUSH_TRIES):
             flushed = await self._unless_lost(manager.flush_cache())
             if flushed.success:
@@ -260,7 +256,7 @@ class SglangProcess:
         if self._can_sleep:
             released = ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"])
             await self._unless_lost(self._manager.release_memory_occupation(released))
-            self._is_asleep = True
+            self._asleep = {"weights", "kv_cache"}
         return self._can_sleep
 
     async def close(self) -> None:
@@ -288,6 +284,15 @@ class SglangProcess:
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         Path(shm_path_for(ports.instance_id)).unlink(missing_ok=True)
         _restore_sigquit()
+
+    async def _wake(self, part: str) -> None:
+        """Give this its memory again, once: SGLang's scheduler ends when it is asked again."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        if part in self._asleep:
+            resumed = ResumeMemoryOccupationReqInput(tags=[part])
+            await self._unless_lost(self._manager.resume_memory_occupation(resumed))
+            self._asleep.remove(part)
 
     async def _load_bucket(self, bucket: Mapping[str, Tensor], *, version: int) -> None:
         """Bring a bucket to all shards, each of which takes its own part of every tensor."""

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from sortedrl.engines.generation import (
@@ -115,13 +116,14 @@ def weight_buckets(weights: Weights, *, bucket_bytes: int) -> Iterator[dict[str,
 
 def _untied(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     assert weights.tensors is not None, "an external engine needs the tensors themselves"
-    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    seen: dict[tuple[int, torch.Size, tuple[int, ...]], StorageWeakRef] = {}
     for name, tensor in cast("Mapping[str, Tensor]", weights.tensors).items():
-        # Tied weights are one tensor with two names; a checkpoint has the first of them.
+        # Tied weights are one tensor with two names; a checkpoint has the first of them. Memory
+        # that was freed since, of weights that arrive one by one, may be that of another weight.
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if place in seen:
+        if place in seen and not seen[place].expired():  # type: ignore[no-untyped-call]
             continue
-        seen.add(place)
+        seen[place] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         yield name, tensor.detach().contiguous()
 
 

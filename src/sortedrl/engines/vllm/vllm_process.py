@@ -53,7 +53,8 @@ class VllmProcess:
         """Use a running engine; see `start`."""
         self.name = name
         self._can_sleep = can_sleep
-        self._is_asleep = False
+        self._asleep: set[str] = set()
+        """What has no memory now: the weights, the cache."""
         self.limits = BackendLimits(
             slots=slots,
             context=engine.model_config.max_model_len,
@@ -156,18 +157,16 @@ class VllmProcess:
         """Load these weights and reset the prefix cache."""
         # No request is running, so these had ended before their abort.
         self._aborted_early.clear()
-        if self._is_asleep:
-            await self._answered(self._engine.wake_up(["weights"]))
+        await self._wake("weights")
         await self._call_workers("begin_weights", {})
         try:
             for bucket in weight_buckets(weights, bucket_bytes=_BUCKET_BYTES):
                 await self._load_bucket(bucket)
+                bucket.clear()  # before the next one is filled
         finally:
             # Also after a failure, so that the next attempt starts over.
             await self._call_workers("finish_weights", {})
-        if self._is_asleep:
-            await self._answered(self._engine.wake_up(["kv_cache"]))
-            self._is_asleep = False
+        await self._wake("kv_cache")
         for _ in range(_RESET_TRIES):
             if await self._answered(self._engine.reset_prefix_cache()):
                 return
@@ -200,7 +199,7 @@ class VllmProcess:
         if self._can_sleep:
             # Level 2: the weights are not kept in host memory, new ones come after the update.
             await self._answered(self._engine.sleep(2))
-            self._is_asleep = True
+            self._asleep = {"weights", "kv_cache"}
         return self._can_sleep
 
     async def close(self) -> None:
@@ -217,6 +216,12 @@ class VllmProcess:
         if self._open_engine is None:
             raise EngineLost(f"{self.name} was closed")
         return self._open_engine
+
+    async def _wake(self, part: str) -> None:
+        """Give this its memory again, once: a load that failed may have done so already."""
+        if part in self._asleep:
+            await self._answered(self._engine.wake_up([part]))
+            self._asleep.remove(part)
 
     async def _call_workers(self, method: str, arguments: Mapping[str, object]) -> None:
         await self._answered(self._engine.collective_rpc(method, kwargs=dict(arguments)))

@@ -389,9 +389,9 @@ def _load_model(model: PreTrainedModel, tensors: Mapping[str, Tensor], folder: P
 
 def _raise_together(failure: Failure, ranks: Ranks, folder: Path) -> None:
     """Raise on all ranks if one of them failed."""
-    num_failed = failure.count(ranks)
-    if num_failed:
+    errors = failure.all_errors(ranks)
+    if errors:
         raise CheckpointError(
-            f"{folder}: {num_failed} of {ranks.world} ranks could not write their part; see "
-            "their errors, then resume"
+            f"{folder}: {len(errors)} of {ranks.world} ranks could not write their part; "
+            f"{errors[0]}; fix this, and resume"
         )

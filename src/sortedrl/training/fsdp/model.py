@@ -147,10 +147,10 @@ def _from_first(
 
 
 def _tell(failure: Failure, ranks: Ranks, name: str | Path) -> None:
-    num_failed = failure.count(ranks)
-    if num_failed:
+    errors = failure.all_errors(ranks)
+    if errors:
         raise ModelError(
-            f"{name}: {num_failed} of {ranks.world} ranks could not read it; see their errors"
+            f"{name}: {len(errors)} of {ranks.world} ranks could not read it; {errors[0]}"
         )
 
 
@@ -183,8 +183,17 @@ def size_of(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor of which this rank has a part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    """The tensor of which this rank has a part, on its device."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    part, mesh = tensor.to_local(), tensor.device_mesh
+    if part.device.type != mesh.device_type:
+        # Brought there by `from_local`, one tensor at a time: an optimiser's state in main memory.
+        shape, stride = tensor.shape, tensor.stride()
+        tensor = DTensor.from_local(
+            part, mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+        )
+    return tensor.full_tensor()
 
 
 def rows_of(size: int, *, rank: int, world: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ Sequences are divided so that all ranks have about the same number of tokens. Ev
 exactly one share, two shares differ by at most the longest sequence, and the same sizes always give
 the same shares, so each rank computes the shares of all ranks.
 
-Axes: T values, of which ranks may have different numbers.
+Axes: T values, of which ranks may have different numbers; B bytes.
 """
 
 from __future__ import annotations
@@ -110,6 +110,9 @@ class Ranks:
         dist.destroy_process_group()
 
 
+_MESSAGE_BYTES = 512
+
+
 class Failure:
     """The first error of this rank, kept until all ranks have made their collective calls."""
 
@@ -132,13 +135,18 @@ class Failure:
         self._error = self._error or error
         return True
 
-    def count(self, ranks: Ranks) -> int:
-        """On how many ranks there was one; raises that of this rank."""
-        failed = torch.tensor(float(self._error is not None), device=ranks.device)
-        num_failed = int(ranks.all_reduce(failed))
+    def all_errors(self, ranks: Ranks) -> list[str]:
+        """The errors of other ranks, beginning with their numbers; raises that of this rank."""
+        message_B = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=ranks.device)
+        if self._error is not None:
+            text = f"rank {ranks.rank}: {type(self._error).__name__}: {self._error}"
+            own = bytearray(text.partition("\n")[0].encode()[:_MESSAGE_BYTES])
+            message_B[: len(own)] = torch.frombuffer(own, dtype=torch.uint8).to(ranks.device)
+        rows = ranks.all_gather(message_B).view(ranks.world, -1).cpu()
         if self._error is not None:
             raise self._error
-        return num_failed
+        texts = (bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows)
+        return [text for text in texts if text]
 
 
 def open_ranks(

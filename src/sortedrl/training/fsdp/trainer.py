@@ -100,7 +100,9 @@ class ShardedTrainer:
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The log-probabilities of the tokens of answers at temperature 1; all ranks have them."""
-        return self.trainer.logprobs(trajectories)
+        found = self.trainer.logprobs(trajectories)
+        _reshard(self.model)
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """What an update changes of the model, by name: all weights, or the adapters alone."""
@@ -136,9 +138,7 @@ def sharded_trainer(
     if source is not None:
         read_weights(model, ranks, name=source)
         policy.check()
-        # FSDP would keep the outermost weights for a backward pass.
-        assert isinstance(model, FSDPModule)
-        model.reshard()
+        _reshard(model)
     reference: Reference | None = None
     if first is not None:
         reference = CopiedReference(first, temperature=temperature)
@@ -167,6 +167,12 @@ def sharded_trainer(
         ranks=ranks,
     )
     return ShardedTrainer(trainer, ranks)
+
+
+def _reshard(model: PreTrainedModel) -> None:
+    """Free the outermost weights, which FSDP keeps for a backward pass that does not follow."""
+    assert isinstance(model, FSDPModule)
+    model.reshard()
 
 
 def _critic(
