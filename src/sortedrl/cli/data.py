@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Literal, TypeVar
+from typing import Literal
 
 import tyro
 
@@ -22,7 +22,7 @@ from sortedrl.core.files import refuse_foreign
 from sortedrl.data.catalogue import TASKS, Task, described, reward_from
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import Tokenizer, rendered
-from sortedrl.evaluation.statistics import in_order
+from sortedrl.evaluation.statistics import evenly, in_order
 from sortedrl.report.terminal import one_line, refuse_unwritable, write_text
 from sortedrl.runs.tasks import opened, tokenizer_of
 
@@ -41,7 +41,6 @@ A file has one row per line: a prompt (text or chat messages), and whatever the 
 """
 
 Verb = Literal["list", "show", "stats", "generate"]
-_Item = TypeVar("_Item")
 _BARS = 12
 
 
@@ -152,15 +151,10 @@ def _spread(rows: Sequence[Row], count: int) -> list[Row]:
     levels: dict[str, list[Row]] = {}
     for row in rows:
         levels.setdefault(str(row.fields.get("level")), []).append(row)
-    chosen = _evenly([levels[name] for name in in_order(levels)], count)
+    chosen = evenly([levels[name] for name in in_order(levels)], count)
     each = -(-count // len(chosen))
-    turns = [_evenly(level, each) for level in chosen]
+    turns = [evenly(level, each) for level in chosen]
     return [turn[n] for n in range(each) for turn in turns if n < len(turn)][:count]
-
-
-def _evenly(items: Sequence[_Item], count: int) -> list[_Item]:
-    count = min(count, len(items))
-    return [items[number * len(items) // count] for number in range(count)]
 
 
 def _say_messages(row: Row) -> None:

@@ -20,6 +20,7 @@ from sortedrl.evaluation.statistics import (
     Evaluation,
     Summary,
     by_prompt,
+    evenly,
     in_order,
     summarise,
 )
@@ -474,7 +475,7 @@ def _chosen(
         fresh = [pair for pair in places if any((w, a.key) not in taken for w, a in pair)]
         room = MAX_SAMPLES - len(taken)
         width = max((len(pair) for pair in fresh), default=1)
-        for pair in _evenly(fresh, room // width):
+        for pair in evenly(fresh, room // width):
             taken |= {(which, answer.key): (which, answer) for which, answer in pair}
         if len(fresh) * width > room:
             break
@@ -492,13 +493,6 @@ def _rounds(prompts: Sequence[Sequence[Sequence[Answer]]]) -> Iterator[list[list
             [(which, one[number]) for which, one in enumerate(sides) if number < len(one)]
             for sides in prompts
         ]
-
-
-def _evenly(items: Sequence[list[Place]], count: int) -> list[list[Place]]:
-    """At most `count` of the items, evenly spaced."""
-    if count >= len(items):
-        return list(items)
-    return [items[place * len(items) // count] for place in range(count)]
 
 
 def _first(sides: Sequence[Sequence[Answer]]) -> Answer:
