@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from html import escape
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,6 +45,7 @@ from sortedrl.runs.output import show_page
 from sortedrl.runs.start import Callback
 from sortedrl.runs.start import train as train_run
 from sortedrl.runs.tasks import opened
+from sortedrl.simulate.calls import html_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -354,15 +354,6 @@ class Evaluated:
         """A table, as notebooks show it."""
         columns, lines = summary_table(self.summary)
         return html_table(columns, lines)
-
-
-def html_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A plain table for a notebook."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def _settings(config: Config | None) -> tuple[TrainSettings, Chosen]:
