@@ -385,7 +385,7 @@ class _Handler(QuietHandler):
                 scheduler.cancel(turn, status=504, reason=f"no answer within {seconds:g} seconds")
         if turn.answer is None:
             assert turn.failure is not None, "a turn that is done has an answer or a failure"
-            raise Refused(turn.failure.status, turn.failure.reason)
+            raise turn.failure
         return turn.answer
 
     def _has_disconnected(self) -> bool:

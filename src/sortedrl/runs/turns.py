@@ -43,16 +43,8 @@ _MOST_SESSIONS = 65_536
 _SWEEP_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a turn has no answer: an HTTP status and a sentence."""
-
-    status: int
-    reason: str
-
-
 class Refused(SortedRLError):
-    """A turn or new weights that are not accepted."""
+    """A turn or new weights that are not accepted, or fail: an HTTP status and a sentence."""
 
     def __init__(self, status: int, reason: str) -> None:
         """Keep the HTTP status; the message is the reason."""
@@ -70,11 +62,11 @@ class Turn:
     session_id: str | None = None
     done: threading.Event = field(default_factory=threading.Event)
     answer: Trajectory | None = None
-    failure: Failure | None = None
+    failure: Refused | None = None
 
     def fail(self, status: int, reason: str) -> None:
         """End it without an answer."""
-        self.failure = Failure(status, reason)
+        self.failure = Refused(status, reason)
         self.done.set()
 
 
@@ -136,7 +128,7 @@ class _Loading:
     label: str | None
     done: threading.Event = field(default_factory=threading.Event)
     loaded: Loaded | None = None
-    failure: Failure | None = None
+    failure: Refused | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +416,7 @@ class TurnScheduler:
         loading.done.wait()
         if loading.loaded is None:
             assert loading.failure is not None
-            raise Refused(loading.failure.status, loading.failure.reason)
+            raise loading.failure
         return loading.loaded
 
     def close(self) -> None:
@@ -481,9 +473,9 @@ class TurnScheduler:
         try:
             self._engine.load_weights(Weights(version, loading.tensors))
         except ModelError as error:
-            loading.failure = Failure(400, str(error))
+            loading.failure = Refused(400, str(error))
         except BaseException as error:
-            loading.failure = Failure(500, f"the engine failed ({type(error).__name__})")
+            loading.failure = Refused(500, f"the engine failed ({type(error).__name__})")
             loading.done.set()
             raise
         with self._changed:
@@ -579,7 +571,7 @@ class TurnScheduler:
                 active.turn.fail(status, reason)
             self._waiting.clear()
             for loading in self._loading:
-                loading.failure = Failure(status, reason)
+                loading.failure = Refused(status, reason)
                 loading.done.set()
             self._loading.clear()
 
