@@ -336,7 +336,7 @@ _TABLE_COLUMNS = {
 }
 """The columns of the table, by the names in metrics.jsonl."""
 _SHARES = ("rollout/bubble", "evaluation/score")
-_FRAME = '<div><iframe srcdoc="{}" style="width: 100%; height: {}px; border: 0"></iframe></div>'
+_FRAME = '<div><iframe srcdoc="{}" style="width: 100%; height: 900px; border: 0"></iframe></div>'
 """Inside a div: IPython warns of HTML that is only a frame."""
 
 Show = Callable[[str], None]
@@ -348,10 +348,10 @@ def is_notebook() -> bool:
     return "ipykernel" in sys.modules and "IPython" in sys.modules
 
 
-def show_page(html: str, *, height: int = 900) -> None:
+def show_page(html: str) -> None:
     """Show a whole page under the cell, in a frame of its own; outside of a notebook, nothing."""
     if is_notebook():
-        _shown(_FRAME.format(escape(html), height))
+        _shown(_FRAME.format(escape(html)))
 
 
 def _shown(html: str) -> Show:
