@@ -33,6 +33,7 @@ from sortedrl.evaluation.tables import (
     pass_table,
     percent,
     points,
+    several,
     summary_table,
 )
 from sortedrl.report.charts.curves import (
@@ -346,7 +347,7 @@ def comparison_headline(comparison: Comparison) -> tuple[str, str]:
     lead = (
         f"Accuracy {percent(difference.before)} and {percent(difference.after)} "
         f"{over}: {points(change.value)} points, {interval}, p {_equals(difference)}, "
-        f"{_several(change.num_prompts, 'prompt')}."
+        f"{several(change.num_prompts, 'prompt')}."
     )
     return headline, lead
 
@@ -367,7 +368,7 @@ def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
             )
         if part.failures:
             kinds = ", ".join(f"{kind} {number:,}" for kind, number in part.failures.items())
-            count = _several(sum(part.failures.values()), "answer")
+            count = several(sum(part.failures.values()), "answer")
             yield f"{name}: scoring failed for {count}, counted as wrong ({kinds})."
         if part.truncated >= _MANY_TRUNCATED:
             yield f"{name}: {percent(part.truncated)} of the answers reached the token limit."
@@ -390,9 +391,9 @@ def different_settings(before: Evaluation, after: Evaluation) -> Iterator[str]:
 def _amount(part: Estimates) -> str:
     """The numbers of prompts and answers of a task."""
     if part.num_short:
-        return f"{_several(part.num_answers, 'answer')} to {_several(part.num_prompts, 'prompt')}"
-    each = _several(part.samples, "answer")
-    return f"{_several(part.num_prompts, 'prompt')} with {each} each"
+        return f"{several(part.num_answers, 'answer')} to {several(part.num_prompts, 'prompt')}"
+    each = several(part.samples, "answer")
+    return f"{several(part.num_prompts, 'prompt')} with {each} each"
 
 
 def _best_known(summary: Summary) -> Estimate:
@@ -403,10 +404,6 @@ def _best_known(summary: Summary) -> Estimate:
 def _equals(difference: Difference) -> str:
     text = chance(difference.p_value)
     return text if text.startswith("<") else f"= {text}"
-
-
-def _several(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def packed(

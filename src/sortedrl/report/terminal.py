@@ -8,6 +8,7 @@ from users and from files of others.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +77,11 @@ def one_line(text: str, *, is_ascii: bool = False) -> str:
     return "".join(
         c if c.isprintable() and (c.isascii() or not is_ascii) else unknown for c in text
     )
+
+
+def line_width() -> int:
+    """Columns of a line: those of the terminal, at most 100."""
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
 
 
 def tell(line: str) -> None:

@@ -16,6 +16,7 @@ from sortedrl.config.parsing import replaced, toml_value
 from sortedrl.config.schedule import Schedule
 from sortedrl.config.train import TrainSettings
 from sortedrl.errors import ConfigError
+from sortedrl.evaluation.tables import several
 from sortedrl.models.shape import Shape
 from sortedrl.runs.plan.cards import Card, Demand
 from sortedrl.runs.plan.memory import MemoryPlan, planned
@@ -384,13 +385,13 @@ def _device_line(plan: RunPlan) -> str:
 
 def _cluster_lines(plan: RunPlan) -> list[str]:
     demand, cluster = plan.memory.demand, plan.memory.demand.cluster
-    workers = _number(cluster.num_workers, "rollout worker")
-    ranks = _number(cluster.trainer_ranks, "trainer rank")
+    workers = several(cluster.num_workers, "rollout worker")
+    ranks = several(cluster.trainer_ranks, "trainer rank")
     if not cluster.trainer_ranks:
         ranks = "the trainer in the controller's process"
     if not demand.is_gpu:
         return [f"cluster    {workers} and {ranks}, planned as all on this machine"]
-    on = _number(cluster.tensor_parallel, "GPU") + (" each" if cluster.num_workers > 1 else "")
+    on = several(cluster.tensor_parallel, "GPU") + (" each" if cluster.num_workers > 1 else "")
     shared = (
         f"{ranks} on others; below is what one GPU of each kind holds"
         if demand.is_separated
@@ -487,7 +488,7 @@ def _course_lines(schedule: Schedule, course: SchedulePlan) -> list[str]:
 def _rounds_text(bound: int | None) -> str:
     if bound is None:
         return "none on how long a prompt waits for its update"
-    return f"every prompt is trained within {_number(bound, 'round')} of its group's loading"
+    return f"every prompt is trained within {several(bound, 'round')} of its group's loading"
 
 
 def _stale_text(bound: int | None) -> str:
@@ -495,11 +496,7 @@ def _stale_text(bound: int | None) -> str:
         return "none on how old a token is when it is trained on"
     if bound == 0:
         return "no token is stale"
-    return f"no token is more than {_number(bound, 'version')} old"
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    return f"no token is more than {several(bound, 'version')} old"
 
 
 def _prediction_lines(prediction: Prediction, slots: int) -> list[str]:
