@@ -138,8 +138,8 @@ def test_an_algorithm_that_cannot_work_is_refused(given, message):
         ({"max_ratio": math.inf}, "max_ratio must be a finite number"),
         ({"kind": "token_mis", "min_ratio": 2.0}, "must be below correction.max_ratio"),
         ({"kind": "token_mis", "min_ratio": -1.0}, "min_ratio must be at least 0"),
-        ({"min_ratio": 0.5}, "min_ratio needs a kind that weighs tokens"),
-        ({"kind": "none", "min_ratio": 0.5}, "min_ratio needs a kind that weighs tokens"),
+        ({"min_ratio": 0.5}, "min_ratio needs a kind that weights tokens"),
+        ({"kind": "none", "min_ratio": 0.5}, "min_ratio needs a kind that weights tokens"),
         ({"mask": "geometry"}, "did you mean 'geometric'"),
         ({"mask": "token", "mask_min_ratio": 3.0}, "must be below correction.mask_max_ratio"),
         ({"mask_max_ratio": 1.1}, "mask_max_ratio need a mask, got 0.5 and 1.1 without"),
@@ -171,7 +171,7 @@ def test_the_critic_has_the_learning_rate_of_the_policy_unless_it_has_its_own():
 
 def test_a_weighted_divergence_must_be_in_the_loss():
     weighted = Correction(weight_kl=True)
-    with pytest.raises(ConfigError, match=r"weight_kl weighs the KL divergence in the loss"):
+    with pytest.raises(ConfigError, match=r"weight_kl weights the KL divergence in the loss"):
         TrainSettings(correction=weighted)
     with pytest.raises(ConfigError, match=r"kl_coef 0\.1 and kl_place 'reward'"):
         TrainSettings(correction=weighted, algorithm=Algorithm(kl_coef=0.1))
