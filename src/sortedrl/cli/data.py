@@ -36,7 +36,7 @@ HELP = """Generate tasks, show their rows, measure them.
 A task is a name with options (name:option=value,option=value), a file or a hub name. Training uses
 the split train and evaluation the split test, where a task has splits and names none (split=test);
 this command uses train.
-A file has one row per line: a prompt (text or chat messages), and whatever the reward needs.
+A file has one row per line: a prompt (text or chat messages), and the fields that the reward needs.
 """
 
 Verb = Literal["list", "show", "stats", "generate"]

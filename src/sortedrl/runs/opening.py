@@ -147,7 +147,7 @@ class _EventSink:
         run.view(event)
         if isinstance(event, Finish):
             ready = run.parts.loop.buffer.num_harvestable
-            run.show(f"{ready} answers ready, {event.running} being written")
+            run.show(f"{ready} answers ready, {event.running} being generated")
 
 
 def identity_of(task: Task) -> dict[str, Any]:

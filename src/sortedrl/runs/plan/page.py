@@ -68,7 +68,7 @@ def refuse_too_big(
     demand = plan.demand
     why = (
         f" (a pass holds the {demand.sequence_tokens:,} tokens of the longest prompt and answer, "
-        f"which is never cut, whatever passes.micro_batch_tokens {demand.pass_tokens:,} says)"
+        f"which is never split, so passes.micro_batch_tokens {demand.pass_tokens:,} does not help)"
         if demand.sequence_tokens > demand.pass_tokens
         else ""
     )
@@ -436,7 +436,7 @@ def _memory_lines(plan: RunPlan) -> list[str]:
         least = size(memory.least)
         rows.append(("all", memory.total, f"at least {least}, with the smallest cache"))
     if memory.host_bytes:
-        when = "" if demand.optimiser_state == "offload" else ", while engines write"
+        when = "" if demand.optimiser_state == "offload" else ", while engines generate"
         rows.append(("main memory", memory.host_bytes, f"masters and moments, pinned{when}"))
     return [f"{name:<11} {size(num_bytes):>11}  {note}" for name, num_bytes, note in rows]
 
