@@ -332,7 +332,7 @@ def test_a_new_worker_takes_the_place_of_a_dead_one_with_the_present_weights(ope
     assert len(pool.workers) == 3, "nobody else is missing"
     assert [answer(t) for t in roll_out(pool, work)] == before
     assert [report.workers for report in pool.reports] == [2, 1, 2]
-    with pytest.raises(ConfigError, match="in a pool once"):
+    with pytest.raises(ConfigError, match="in a pool only once"):
         pool._pool.add(joined)
     joined.version = 6
     with pytest.raises(
@@ -531,7 +531,7 @@ def test_the_section_of_a_file_is_read_and_its_mistakes_are_named(tmp_path):
         ({"kind": "colocate"}, "did you mean 'colocated'"),
         ({"kind": "colocated"}, "trainer_ranks must be 2, got 1 with 2 rollout_workers"),
         ({"kind": "colocated", "trainer_ranks": 2, "gpus_per_worker": 2}, "or 0 for CPUs, got 2"),
-        ({"address": "auto", "object_store_gib": 1.0}, "is for a Ray of our own"),
+        ({"address": "auto", "object_store_gib": 1.0}, "is for a Ray that the run starts"),
         ({"address": ""}, "must not be empty"),
     ],
 )
