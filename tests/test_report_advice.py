@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sortedrl.config.parsing import nested, replaced
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.events import Begin, Load, Update
 from sortedrl.core.meter import measure
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.advice import simulation as simulation_module
-from sortedrl.report.advice.diagnosis import changed, diagnose
+from sortedrl.report.advice.diagnosis import diagnose
 from sortedrl.report.advice.simulation import Idle, idle, observed_schedule
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import CostSettings
@@ -42,7 +43,7 @@ def diagnosed(simulation):
 
 def true_gain(simulation, advice):
     before = run_of(simulation)[1].trained_per_second
-    return run_of(changed(simulation, advice.changes))[1].trained_per_second / before
+    return run_of(replaced(simulation, nested(advice.changes)))[1].trained_per_second / before
 
 
 def with_change(diagnosis, name, value):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 
-from sortedrl.config.parsing import replaced, toml_value
+from sortedrl.config.parsing import nested, replaced, toml_value
 from sortedrl.config.schedule import Schedule
 from sortedrl.config.train import TrainSettings
 from sortedrl.errors import ConfigError
@@ -232,12 +232,8 @@ def _is_accepted(settings: TrainSettings | None, before: Demand, after: Demand) 
     """Whether `train` would run the settings with these changes."""
     if settings is None:
         return True
-    values: dict[str, dict[str, object]] = {}
-    for key, value in _changed_settings(before, after).items():
-        section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = value
     try:
-        replaced(settings, values)
+        replaced(settings, nested(_changed_settings(before, after)))
     except ConfigError:
         return False
     return True
