@@ -51,7 +51,6 @@ class Arguments:
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible values."""
         require(self.seconds > 0, f"seconds must be above 0, got {self.seconds:g}")
         for url in self.urls:
             require(

@@ -57,7 +57,6 @@ class GymSettings:
     """Text appended to the question; may be empty."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         require(self.count >= 1, f"gym.count must be at least 1, got {self.count}")
         options_from(self.options)
 

@@ -137,21 +137,13 @@ class RunFolder:
         """Nothing is read or written."""
         self.root = root
         self.mark = root / "run.json"
-        """Marks the folder of a run; locked while the run is in progress."""
         self.config = root / "config.toml"
-        """Every setting, as resolved."""
         self.events = root / "events.jsonl"
-        """All events."""
         self.metrics = root / "metrics.jsonl"
-        """One line of numbers for each update."""
         self.answers = root / "answers.jsonl"
-        """Some answers of each update, as text."""
         self.checkpoints = root / "checkpoints"
-        """The last complete checkpoints, and the best."""
         self.inputs = root / "inputs"
-        """The model and the rows of the run, where Python objects were given."""
         self.model = root / "model"
-        """The trained model."""
 
     @property
     def holds_run(self) -> bool:
