@@ -63,7 +63,7 @@ def math_reward(
     rules = _rules(prompt, relative_error=relative_error, allow_unevaluated=allow_unevaluated)
     is_prefilled = starts_in_thoughts(prompt)
     text = conclusion(response, is_prefilled=is_prefilled) if after_thoughts else response
-    answer = read_answer(text, after_thoughts=False)
+    answer = read_answer(text)
     if answer is None and last_number and not has_box(text):
         number = number_at_end(text)
         answer = None if number is None else Answer((number,), (number,))
