@@ -67,14 +67,6 @@ def gym_rows(settings: GymSettings) -> list[Row]:
     return _rows(_child_entries(settings), settings)
 
 
-def gym_rows_here(settings: GymSettings) -> list[Row]:
-    """Rows generated in this process: faster, and for most tasks the same as those of `gym_rows`.
-
-    Tasks that iterate over a set give other rows in each process.
-    """
-    return _rows(_entries(settings), settings)
-
-
 def _child_entries(settings: GymSettings) -> list[dict[str, Any]]:
     """The entries, generated in a child process with a fixed hash seed."""
     path = [str(Path(part).absolute()) for part in sys.path]  # also "", which is this folder
