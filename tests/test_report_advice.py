@@ -14,7 +14,7 @@ from sortedrl.core.meter import measure
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.advice import simulation as simulation_module
 from sortedrl.report.advice.diagnosis import diagnose
-from sortedrl.report.advice.simulation import Idle, idle, observed_schedule
+from sortedrl.report.advice.simulation import IdleSlots, idle, observed_schedule
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.fit import fit
@@ -385,5 +385,5 @@ def test_sorted_leaves_no_work_waiting_beside_an_idle_slot(mode):
 
 
 def test_an_empty_log_has_no_idle_slots():
-    assert idle([]) == Idle()
-    assert Idle().tail_share == Idle().full_share == 0
+    assert idle([]) == IdleSlots()
+    assert IdleSlots().tail_share == IdleSlots().full_share == 0

@@ -28,7 +28,7 @@ from sortedrl.report.advice.rules import (
 from sortedrl.report.advice.simulation import (
     FittedRun,
     Forecast,
-    Idle,
+    IdleSlots,
     ObservedAnswers,
     fitted_run,
     forecast,
@@ -62,7 +62,7 @@ class Diagnosis:
     measured: Forecast | None = None
     predicted: Forecast | None = None
     """The run's own schedule, simulated up to the end of the log; compare with `measured`."""
-    idle: Idle = field(default_factory=Idle)
+    idle: IdleSlots = field(default_factory=IdleSlots)
     advice: tuple[Advice, ...] = ()
     """In order: fixes for learning, then by gain, then advice without a prediction."""
     notes: tuple[str, ...] = ()

@@ -44,7 +44,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BoxedAnswer:
     """The answer in a text."""
 
     joined: tuple[str, ...]
@@ -71,14 +71,14 @@ def boxed_answer(text: str) -> str | None:
     return None if answer is None else answer.last
 
 
-def read_answer(text: str) -> Answer | None:
+def read_answer(text: str) -> BoxedAnswer | None:
     """The boxes at the end of a text; `None` if there is none."""
     boxes = _boxes(text)
     if not boxes:
         return None
     gaps = [text[one.end : other.start] for one, other in pairwise(boxes)]
     contents = tuple(text[box.inner].strip() for box in boxes)
-    return Answer(
+    return BoxedAnswer(
         joined=contents[-1 - _num_last(gaps, _is_separator) :],
         near=contents[-1 - _num_last(gaps, lambda gap: len(gap) <= _GREATEST_GAP) :],
     )
