@@ -95,8 +95,9 @@ def thousands(value: float) -> str:
 
 
 def refuse_other_picture(path: Path | None) -> None:
-    """Refuse to replace anything but a picture of ours, before the picture is computed."""
+    """Refuse a path that cannot be written, or has anything but a picture of ours, beforehand."""
     if path is not None:
+        refuse_unwritable(path)
         refuse_foreign(path, mark=_PICTURE)
 
 
