@@ -57,7 +57,7 @@ def test_a_script_gets_the_numbers_of_the_log(tmp_path, capsys):
 def test_what_is_no_run_is_refused_and_nothing_is_written(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["report", str(tmp_path / "empty")]) == 2
-    assert "with events.jsonl" in capsys.readouterr().err
+    assert "must be a run folder with events.jsonl" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert list((tmp_path / "empty").iterdir()) == []
 

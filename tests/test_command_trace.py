@@ -70,5 +70,5 @@ def test_what_is_no_run_is_refused(tmp_path):
     (tmp_path / "lengths.jsonl").write_text('{"length":3}\n')
     (tmp_path / "mine.toml").write_text("groups = 2\n")
     for path in (tmp_path, tmp_path / "lengths.jsonl", tmp_path / "mine.toml"):
-        with pytest.raises(DataError, match="must be a run folder"):
+        with pytest.raises(DataError, match="must be a run folder with events"):
             trace.run([str(path)])

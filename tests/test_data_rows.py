@@ -141,11 +141,9 @@ def test_a_row_with_chat_tags_of_its_own_is_refused(tag):
 
 def test_prompts_that_are_too_long_are_left_out_and_counted():
     asked = [row("how"), row("how many be brief"), row("many")]
-    done = []
-    result = tokenized(asked, tokenizer(), max_prompt_tokens=4, advance=done.append)
+    result = tokenized(asked, tokenizer(), max_prompt_tokens=4)
     assert len(result.rows) == 2
     assert result.num_too_long == 1
-    assert done == [1, 2, 3]
 
 
 def test_no_prompt_that_fits_is_refused():

@@ -12,6 +12,7 @@ from sortedrl.errors import DataError
 from sortedrl.evaluation import statistics as intervals
 from sortedrl.evaluation.results import SAMPLES, SUMMARY, ResultsWriter, read_results
 from sortedrl.evaluation.statistics import Answer, Asked, summarise
+from sortedrl.evaluation.tables import summary_rows
 
 ASKED = {"sums": Asked(prompts=3, samples=2)}
 SETTINGS = {"temperature": 0.6, "seed": 0}
@@ -93,14 +94,14 @@ def test_the_numbers_are_in_the_summary_at_the_end(tmp_path):
     assert json.loads((tmp_path / SUMMARY).read_text())["estimates"] is None
     for sample in range(2):
         writer.append(answer(0, sample, is_correct=True))
-    evaluation, summary = writer.finish()
+    evaluation = writer.finish()
     content = json.loads((tmp_path / SUMMARY).read_text())
     assert content["label"] == "model"
     assert content["settings"] == SETTINGS
     assert content["estimates"][0]["mean"] == 1
     assert content["estimates"][0]["missing"] == 2
     assert evaluation == read_results(tmp_path)
-    assert summary == summarise(evaluation)
+    assert content["estimates"] == summary_rows(summarise(evaluation))
     assert sorted(path.name for path in tmp_path.iterdir()) == [SAMPLES, SUMMARY]
 
 

@@ -98,8 +98,8 @@ def test_a_run_that_is_over_says_so_with_a_full_bar(cell):
 
 
 def test_a_page_is_shown_in_a_frame_of_its_own(cell):
-    show_page('<p class="a">hello</p>', height=300)
+    show_page('<p class="a">hello</p>')
     assert cell == [
         '<div><iframe srcdoc="&lt;p class=&quot;a&quot;&gt;hello&lt;/p&gt;" '
-        'style="width: 100%; height: 300px; border: 0"></iframe></div>'
+        'style="width: 100%; height: 900px; border: 0"></iframe></div>'
     ]

@@ -19,9 +19,9 @@ from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import Shape, shape_of, shape_of_config
 from sortedrl.runs import build_training
-from sortedrl.runs.plan.cards import CARDS, card_named
+from sortedrl.runs.plan.cards import BLOCK_TOKENS, CARDS, Demand, card_named
 from sortedrl.runs.plan.dry_run import Expected, card_of, planned_run, run_memory
-from sortedrl.runs.plan.memory import BLOCK_TOKENS, Demand, planned
+from sortedrl.runs.plan.memory import planned
 from sortedrl.runs.plan.page import RunPlan, advice, lines, refuse_too_big, to_json
 from sortedrl.runs.plan.prediction import guessed_lengths, predict
 from sortedrl.runs.start import train
@@ -546,8 +546,8 @@ def test_a_cache_without_room_for_all_slots_leaves_some_of_them_empty():
 
 def test_guessed_lengths_have_the_mean_that_is_given():
     assert guessed_lengths(8192).median == pytest.approx(1097)
-    settings = guessed_lengths(10**9, mean=300, sigma=0.7, prompt_tokens=9)
-    assert settings.median * 2.718281828 ** (0.7**2 / 2) == pytest.approx(300)
+    settings = guessed_lengths(10**9, mean=300, prompt_tokens=9)
+    assert settings.median * 2.718281828**0.5 == pytest.approx(300)
     assert settings.prompt_tokens == 9
     with pytest.raises(ConfigError, match="mean length must be positive"):
         guessed_lengths(10, mean=0)

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sortedrl.config.parsing import nested, replaced
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.events import Begin, Load, Update
 from sortedrl.core.meter import measure
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.advice import simulation as simulation_module
-from sortedrl.report.advice.diagnosis import changed, diagnose
-from sortedrl.report.advice.simulation import Idle, idle, observed_schedule
+from sortedrl.report.advice.diagnosis import diagnose
+from sortedrl.report.advice.simulation import IdleSlots, idle, observed_schedule
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.fit import fit
@@ -42,7 +43,7 @@ def diagnosed(simulation):
 
 def true_gain(simulation, advice):
     before = run_of(simulation)[1].trained_per_second
-    return run_of(changed(simulation, advice.changes))[1].trained_per_second / before
+    return run_of(replaced(simulation, nested(advice.changes)))[1].trained_per_second / before
 
 
 def with_change(diagnosis, name, value):
@@ -384,5 +385,5 @@ def test_sorted_leaves_no_work_waiting_beside_an_idle_slot(mode):
 
 
 def test_an_empty_log_has_no_idle_slots():
-    assert idle([]) == Idle()
-    assert Idle().tail_share == Idle().full_share == 0
+    assert idle([]) == IdleSlots()
+    assert IdleSlots().tail_share == IdleSlots().full_share == 0

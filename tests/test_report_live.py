@@ -331,7 +331,7 @@ def test_an_encoding_without_blocks_gets_letters():
 
 
 FULL = Snapshot(
-    activity="update 3: 5 answers ready, 3 being written",
+    activity="update 3: 5 answers ready, 3 being generated",
     done=0.25,
     seconds=100.0,
     schedule="sorted/coupled +1",
@@ -353,7 +353,7 @@ FULL = Snapshot(
 def test_a_panel_says_everything():
     assert texts(panel(FULL, width=80, height=24)) == [
         "sorted/coupled +1  update 3, 1 skipped  round 5  3 of 4 slots busy",
-        "update 3: 5 answers ready, 3 being written",
+        "update 3: 5 answers ready, 3 being generated",
         "slots     ─────────────── ━━━━━━━╸─────── ··············· ━━━━━━━━━━━━━━━",
         "update    ━━━━━━━━━━━━━━━━━━━━━━━━━╸─────────────── 5 ready, 8 needed",
         "group 2   ━━━━━━━━━━━━━━━────────────────────────── 6 of 16 trained, 1 more open",

@@ -24,6 +24,7 @@ from sortedrl.rewards.maths.reading import (
     tidied,
 )
 from sortedrl.rewards.pool.score import NoScoreError, checked_score
+from sortedrl.rewards.tags import conclusion
 from sortedrl.types import Prompt
 
 pytest.importorskip("math_verify", reason="needs math-verify: pip install 'sortedrl[maths]'")
@@ -196,7 +197,7 @@ def test_no_answer_whatever_makes_the_reward_raise(garbage, gold):
 @given(GARBAGE.filter(tidied))
 @settings(max_examples=100)
 def test_any_gold_is_met_by_its_own_text(gold):
-    if boxed_answer(rf"\boxed{{{gold}}}", after_thoughts=False) == gold.strip():
+    if boxed_answer(rf"\boxed{{{gold}}}") == gold.strip():
         assert is_right(gold, gold)
 
 
@@ -250,16 +251,13 @@ def test_a_box_counts_only_if_its_braces_balance(opening, closing):
     ],
 )
 def test_the_last_complete_box_counts(response, answer):
-    assert boxed_answer(response) == answer
-
-
-def test_thoughts_count_too_if_asked_for():
-    assert boxed_answer(r"<think>\boxed{1}</think>", after_thoughts=False) == "1"
+    assert boxed_answer(conclusion(response)) == answer
 
 
 def test_thoughts_that_began_in_the_prompt_and_never_end_hold_no_answer():
-    assert boxed_answer(r"Hm, \boxed{1}?", is_prefilled=True) is None
-    assert boxed_answer(r"Hm, \boxed{1}?</think> \boxed{2}", is_prefilled=True) == "2"
+    prompt = {"prompt_end": "<think>"}
+    assert score("1", r"Hm, \boxed{1}?", fields=prompt)["answered"] == 0.0
+    assert score("2", r"Hm, \boxed{1}?</think> \boxed{2}", fields=prompt)["correct"] == 1.0
 
 
 @pytest.mark.parametrize(

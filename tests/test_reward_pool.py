@@ -518,7 +518,7 @@ def test_every_answer_ends_exactly_once_whatever_happens(work):
             expected = {"hang": "timeout", "abort": "died", "exit": "died"}.get(what)
             assert outcome.failure == expected
         assert pool.completed() == []
-        assert pool.num_open == 0
+        assert not pool._open
 
 
 def test_the_parent_environment_is_inherited(monkeypatch, tmp_path):

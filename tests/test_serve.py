@@ -26,7 +26,7 @@ from sortedrl.errors import ConfigError
 from sortedrl.models.loading import load_model, load_tokenizer, stop_tokens
 from sortedrl.runs.endpoint import Endpoint, WeightReader
 from sortedrl.runs.serve import ServeSettings, listening, serve
-from sortedrl.runs.turns import Refused, Turn, TurnLog, TurnScheduler
+from sortedrl.runs.turns import HttpError, Turn, TurnLog, TurnScheduler
 from sortedrl.types import Prompt, Trajectory, Weights
 
 MODEL = "tiny:hidden=32,layers=2,heads=2,context=256"
@@ -573,7 +573,7 @@ def test_weights_that_the_engine_refuses_lose_no_turn(world):
     with world.held(SLOTS, max_tokens=20) as asked, ThreadPoolExecutor(1) as pool:
         loading = pool.submit(world.scheduler.load, {}, label=None)
         world.engine.allow(None)
-        with pytest.raises(Refused, match="missing"):
+        with pytest.raises(HttpError, match="missing"):
             loading.result()
         answers = [future.result() for future in asked]
     for number, (status, answer, _) in enumerate(answers):
@@ -637,7 +637,7 @@ def test_a_session_that_was_silent_is_over_and_what_is_left_at_the_end_is_told_s
         worker.join()
     assert all(turn.done.is_set() for turn in left)
     assert left[-1].failure.status == 503  # it would have been the last of three
-    with pytest.raises(Refused, match="stopping"):
+    with pytest.raises(HttpError, match="stopping"):
         scheduler.submit(Turn([1], Sampling(max_tokens=2)))
 
 

@@ -13,7 +13,7 @@ from sortedrl.config.data import DataSettings
 from sortedrl.config.parsing import read_toml, settings_over, settings_to_toml
 from sortedrl.config.train import SupervisedSettings, TrainSettings
 from sortedrl.data.catalogue import open_task, reward_from
-from sortedrl.data.gym import GymSettings, gym_rows_here
+from sortedrl.data.gym import GymSettings, _entries, _rows
 from sortedrl.data.stream import tokenized
 from sortedrl.errors import SortedRLError
 from sortedrl.models.tiny import tiny_tokenizer
@@ -39,6 +39,11 @@ def fields_of(kind, *path):
             yield from fields_of(hint, *path, name)
         else:
             yield (*path, name), hint
+
+
+def gym_rows_here(settings):
+    """Rows of reasoning-gym without a child process, which takes seconds to start."""
+    return _rows(_entries(settings), settings)
 
 
 def gym_names():

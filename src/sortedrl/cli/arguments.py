@@ -42,11 +42,12 @@ from sortedrl.config.parsing import (
     RENAMED_KEYS,
     TYPE_NAMES,
     field_type,
+    flat,
     refuse_empty_path,
     refuse_renamed,
     replaced,
 )
-from sortedrl.config.sizes import Chosen, names_in, with_siblings
+from sortedrl.config.sizes import Chosen, with_siblings
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.simulate.settings import PRESETS, Simulation, simulation_from
 
@@ -113,7 +114,7 @@ def parse_over_train_settings(
     line = _CommandLine.read(flags, options, aliases=aliases)
     values = line.values(has_default=True, prog=prog)
     settings = values.get("settings", {})
-    chosen |= frozenset(names_in(settings))
+    chosen |= frozenset(flat(settings))
     values["settings"] = with_siblings(settings, chosen=chosen)
     given = replaced(default, values)
     check_values(given)

@@ -61,7 +61,6 @@ class Arguments:
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         require(self.seconds > 0, f"seconds must be above 0, got {self.seconds:g}")
 
 

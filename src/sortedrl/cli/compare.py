@@ -18,7 +18,6 @@ from sortedrl.report.lanes import lanes
 from sortedrl.report.terminal import (
     progress,
     refuse_other_picture,
-    refuse_unwritable,
     table,
     tell,
     thousands,
@@ -99,7 +98,6 @@ def run(arguments: Sequence[str]) -> None:
     )
     beside = None
     if given.plot is not None:
-        refuse_unwritable(given.plot)
         beside = given.plot.with_name(given.plot.stem + "-bars" + given.plot.suffix)
     refuse_other_picture(given.plot)
     refuse_other_picture(beside)

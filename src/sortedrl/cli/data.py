@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import textwrap
 from collections import Counter
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Literal, TypeVar
+from typing import Literal
 
 import tyro
 
@@ -22,8 +21,8 @@ from sortedrl.core.files import refuse_foreign
 from sortedrl.data.catalogue import TASKS, Task, described, reward_from
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import Tokenizer, rendered
-from sortedrl.evaluation.statistics import in_order
-from sortedrl.report.terminal import one_line, refuse_unwritable, write_text
+from sortedrl.evaluation.statistics import evenly, in_order
+from sortedrl.report.terminal import line_width, one_line, refuse_unwritable, write_text
 from sortedrl.runs.tasks import opened, tokenizer_of
 
 HELP = """Generate tasks, show their rows, measure them.
@@ -37,11 +36,10 @@ HELP = """Generate tasks, show their rows, measure them.
 A task is a name with options (name:option=value,option=value), a file or a hub name. Training uses
 the split train and evaluation the split test, where a task has splits and names none (split=test);
 this command uses train.
-A file has one row per line: a prompt (text or chat messages), and whatever the reward needs.
+A file has one row per line: a prompt (text or chat messages), and the fields that the reward needs.
 """
 
 Verb = Literal["list", "show", "stats", "generate"]
-_Item = TypeVar("_Item")
 _BARS = 12
 
 
@@ -136,7 +134,7 @@ def _show(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) 
         print(json.dumps(shown, indent=2))
         return
     for task, row in chosen:
-        print(one_line(f"── {task.name}, {row.place} ").ljust(_width(), "─"))
+        print(one_line(f"── {task.name}, {row.place} ").ljust(line_width(), "─"))
         if tokenizer is None:
             _say_messages(row)
         else:
@@ -152,15 +150,10 @@ def _spread(rows: Sequence[Row], count: int) -> list[Row]:
     levels: dict[str, list[Row]] = {}
     for row in rows:
         levels.setdefault(str(row.fields.get("level")), []).append(row)
-    chosen = _evenly([levels[name] for name in in_order(levels)], count)
+    chosen = evenly([levels[name] for name in in_order(levels)], count)
     each = -(-count // len(chosen))
-    turns = [_evenly(level, each) for level in chosen]
+    turns = [evenly(level, each) for level in chosen]
     return [turn[n] for n in range(each) for turn in turns if n < len(turn)][:count]
-
-
-def _evenly(items: Sequence[_Item], count: int) -> list[_Item]:
-    count = min(count, len(items))
-    return [items[number * len(items) // count] for number in range(count)]
 
 
 def _say_messages(row: Row) -> None:
@@ -176,18 +169,14 @@ def _say(name: str, text: str) -> None:
     wrapped = [
         one_line(part)
         for line in text.splitlines() or [""]
-        for part in textwrap.wrap(line, _width() - 4, break_on_hyphens=False) or [""]
+        for part in textwrap.wrap(line, line_width() - 4, break_on_hyphens=False) or [""]
     ]
-    if len(wrapped) == 1 and len(name) + len(wrapped[0]) + 4 < _width():
+    if len(wrapped) == 1 and len(name) + len(wrapped[0]) + 4 < line_width():
         print(f"{name}: {wrapped[0]}")
         return
     print(f"{name}:")
     for line in wrapped:
         print(f"    {line}".rstrip())
-
-
-def _width() -> int:
-    return min(shutil.get_terminal_size((100, 24)).columns, 100)
 
 
 def _stats(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) -> None:
@@ -271,7 +260,7 @@ def _bins(lengths: Sequence[int]) -> list[tuple[str, int]]:
 def _bars(counts: Sequence[tuple[str, int]]) -> None:
     most = max(count for _, count in counts)
     label_width = max(len(label) for label, _ in counts)
-    room = max(10, _width() - label_width - 14)
+    room = max(10, line_width() - label_width - 14)
     for label, count in counts:
         bar = "█" * round(room * count / most) or ("▏" if count else "")
         print(f"  {label:>{label_width}}  {count:>7,}  {bar}".rstrip())

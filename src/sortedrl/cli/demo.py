@@ -94,7 +94,6 @@ class Arguments:
     processes compete for the cores."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         for name in ("warm_steps", "answers", "held_out", "threads"):
             value = asdict(self)[name]
             require(value >= 1, f"{name} must be at least 1, got {value}")

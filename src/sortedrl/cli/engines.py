@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from sortedrl.cli.arguments import parse
 from sortedrl.config.checks import require
 from sortedrl.engines.installed import KINDS, Device, Installation, Kind, devices, installation
 from sortedrl.engines.self_test import Verdict, self_test, server_self_test
-from sortedrl.report.terminal import tell, thousands
+from sortedrl.report.terminal import line_width, tell, thousands
 
 HELP = """List the rollout engines and run a self-test of each, in about a minute.
 
@@ -32,7 +31,6 @@ A server keeps its own weights, so its log-probabilities are not compared.
 
 Exits with code 0 if all installed engines pass, with code 1 otherwise.
 """
-_WIDEST = 100
 _GIB = 1 << 30
 
 
@@ -53,7 +51,6 @@ class Arguments:
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible values."""
         require(self.seconds > 0, f"seconds must be above 0, got {self.seconds:g}")
         for url in self.urls:
             require(
@@ -151,7 +148,7 @@ def _device(entry: Entry, found: Sequence[Device]) -> str | None:
 
 
 def _print(entries: Sequence[Entry], found: Sequence[Device]) -> None:
-    console = Console(highlight=False, markup=False, emoji=False, width=_width())
+    console = Console(highlight=False, markup=False, emoji=False, width=line_width())
     for device in found:
         console.print(_device_line(device), soft_wrap=True)
     console.print()
@@ -247,13 +244,9 @@ def _remarks(entries: Sequence[Entry]) -> Iterator[list[str]]:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(
-        text, _width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        text, line_width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
 
 
-def _width() -> int:
-    return min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
-
-
 def _cut(line: str) -> str:
-    return line if len(line) <= _width() else line[: _width() - 4] + " ..."
+    return line if len(line) <= line_width() else line[: line_width() - 4] + " ..."

@@ -44,7 +44,7 @@ from sortedrl.report.evaluation import evaluation_page, notes
 from sortedrl.report.terminal import PAGE as PAGE_MARK
 from sortedrl.report.terminal import one_line, refuse_unwritable_folder, table, tell, write_text
 from sortedrl.runs.evaluate import EvaluationPlan, evaluated, write_page
-from sortedrl.runs.tasks import opened
+from sortedrl.runs.tasks import opened, with_options
 
 HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence intervals.
 
@@ -159,11 +159,7 @@ def _tasks(given: Arguments) -> list[Task]:
         raise ConfigError(f"each task can be given once, got {', '.join(given.tasks)}")
     options = options_from(given.reward_options)
     return [
-        replace(
-            task,
-            rows=task.rows[: given.settings.limit],
-            reward=replace(task.reward, options={**task.reward.options, **options}),
-        )
+        replace(with_options(task, options), rows=task.rows[: given.settings.limit])
         for task in tasks
     ]
 

@@ -61,9 +61,8 @@ def run(arguments: Sequence[str]) -> None:
         lambda base: Arguments(simulation=base), arguments, name="simulate", description=HELP
     )
     refuse_other_picture(given.plot)
-    for path in (given.plot, given.events):
-        if path is not None:
-            refuse_unwritable(path)
+    if given.events is not None:
+        refuse_unwritable(given.events)
     simulated_lengths(
         given.simulation
     )  # refuse an unreadable length file before any output is written

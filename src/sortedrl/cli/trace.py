@@ -33,7 +33,7 @@ class Arguments:
     run: tyro.conf.Positional[Path]
     """A run folder, or its events.jsonl."""
     out: Path | None = None
-    """Output path; by default trace.json beside the events. A name in .gz is compressed."""
+    """Output path; by default trace.json next to the events. A name in .gz is compressed."""
     json: bool = False
     """Print one JSON object: path, bytes, seconds and counts."""
 

@@ -18,10 +18,9 @@ from sortedrl.cli.arguments import (
     source_and_flags,
 )
 from sortedrl.config.checks import require
-from sortedrl.config.parsing import read_toml, settings_over, under_new_keys
+from sortedrl.config.parsing import flat, read_toml, settings_over, under_new_keys
 from sortedrl.config.sizes import (
     Chosen,
-    names_in,
     settings_of_file,
     size_line,
     sized,
@@ -235,7 +234,7 @@ def _settings_from(source: Path) -> tuple[TrainSettings, Chosen]:
         return settings_of_file(path)
     table = under_new_keys(read_toml(path))
     settings = settings_over(TrainSettings(), table, path=path)
-    return settings_at(settings, source), frozenset(names_in(table))
+    return settings_at(settings, source), frozenset(flat(table))
 
 
 def _print(ending: Ending, settings: TrainSettings, *, as_json: bool) -> None:

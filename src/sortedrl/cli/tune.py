@@ -14,7 +14,6 @@ from sortedrl.report.charts.comparison import Point, pareto
 from sortedrl.report.terminal import (
     progress,
     refuse_other_picture,
-    refuse_unwritable,
     thousands,
     write_text,
 )
@@ -54,8 +53,6 @@ def run(arguments: Sequence[str]) -> None:
         lambda base: Arguments(simulation=base), arguments, name="tune", description=HELP
     )
     refuse_other_picture(given.plot)
-    if given.plot is not None:
-        refuse_unwritable(given.plot)
     with progress(1.0) as advance:
         tuned = tune(
             given.simulation,

@@ -209,7 +209,6 @@ class Algorithm:
     """Reward lost by an answer at the limit."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "algorithm.")
         self._check_functions()
         self._check_loss()
@@ -414,7 +413,6 @@ class Correction:
     correction, so kind must be none."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "correction.")
         require(
             self.min_ratio < self.max_ratio,
@@ -496,7 +494,6 @@ class Optimisation:
     weights: that of the weights, 2 bytes; sums over many micro-batches lose precision."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "optimiser.")
         require(
             self.min_lr_ratio == 0.1 or self.schedule == "cosine",

@@ -78,7 +78,6 @@ class Cluster:
     Ray's own default."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "cluster.")
         require(
             self.cpus_per_worker + self.gpus_per_worker > 0,

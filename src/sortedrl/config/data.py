@@ -40,7 +40,6 @@ class DataSettings:
     on: the same, but a tokenizer without a template is an error. off: the plain text."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         require(
             self.system is None or is_utf8(self.system),
             f"system must be UTF-8 text, got {self.system!a:.80}",
@@ -75,7 +74,6 @@ class RewardSettings:
     """Async functions: maximum concurrent calls in one worker."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "rewards.")
 
     @property
@@ -116,7 +114,6 @@ class EnvironmentSettings:
     end: the conversation ends, with the reward so far. skip: it is not trained on."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "environment.")
         require(
             self.name is not None or not self.arguments,
@@ -174,7 +171,6 @@ class EvaluationSettings:
     """Only the first rows of every task."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self)
         require(
             self.samples == 1 or self.temperature != 0,
@@ -212,7 +208,6 @@ class PeriodicEvaluation:
     """Stop as soon as the mean score over the tasks reaches this."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "evaluation.")
         require(
             self.samples == 1 or self.temperature != 0,

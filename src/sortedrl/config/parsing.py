@@ -166,6 +166,34 @@ def replaced(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
     return replace(settings, **changes)
 
 
+def flat(tables: Mapping[str, Any], *, section: str = "") -> dict[str, Any]:
+    """The values of nested tables by their dotted names.
+
+    >>> flat({"seed": 1, "engine": {"slots": 8}})
+    {'seed': 1, 'engine.slots': 8}
+    """
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, section=f"{section}{name}.")
+        else:
+            found[section + name] = value
+    return found
+
+
+def nested(values: Mapping[str, object]) -> dict[str, Any]:
+    """The tables of values by their dotted names, with one section at most.
+
+    >>> nested({"seed": 1, "engine.slots": 8})
+    {'seed': 1, 'engine': {'slots': 8}}
+    """
+    tables: dict[str, Any] = {}
+    for setting, value in values.items():
+        section, _, name = setting.rpartition(".")
+        (tables.setdefault(section, {}) if section else tables)[name] = value
+    return tables
+
+
 def under_new_keys(table: Mapping[str, Any]) -> dict[str, Any]:
     """Saved settings with renamed keys replaced by their present names."""
     tables = {

@@ -82,7 +82,6 @@ class Schedule:
     """Strategies tail_batching and april: answers launched, as a multiple of the update batch."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "schedule.")
         require(
             self.group_trajectories <= MOST["group_prompts"],
@@ -215,5 +214,4 @@ class EngineSettings:
     """Tokens after which an answer is cut off."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "engine.")

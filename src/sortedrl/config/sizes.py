@@ -14,13 +14,13 @@ are never changed; the others follow
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from sortedrl.config.algorithm import Algorithm, AlgorithmName
-from sortedrl.config.parsing import read_toml, settings_over
+from sortedrl.config.parsing import flat, read_toml, settings_over
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.train import TrainSettings
 
@@ -40,40 +40,19 @@ Chosen = frozenset[str]
 """Names of settings that were set explicitly, such as `schedule.mode`."""
 
 
-def names_in(tables: Mapping[str, Any], section: str = "") -> Iterator[str]:
-    """The names of all settings in the tables of a file.
-
-    >>> sorted(names_in({"seed": 1, "schedule": {"mode": "coupled"}}))
-    ['schedule.mode', 'seed']
-    """
-    for name, value in tables.items():
-        if isinstance(value, Mapping):
-            yield from names_in(value, f"{section}{name}.")
-        else:
-            yield section + name
-
-
 def changed_names(settings: DataclassInstance) -> Chosen:
     """The settings that differ from their defaults: the chosen ones of settings made in Python."""
-    default = asdict(type(settings)())
-    return frozenset(_different(asdict(settings), default))
-
-
-def _different(
-    values: Mapping[str, Any], default: Mapping[str, Any], section: str = ""
-) -> Iterator[str]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _different(value, default[name], f"{section}{name}.")
-        elif value != default[name]:
-            yield section + name
+    default = flat(asdict(type(settings)()))
+    return frozenset(
+        name for name, value in flat(asdict(settings)).items() if value != default[name]
+    )
 
 
 def settings_of_file(path: Path) -> tuple[TrainSettings, Chosen]:
     """The settings of a TOML file, and the names of those that it sets."""
     table = read_toml(path)
     settings = settings_over(TrainSettings(), with_siblings(table), path=path)
-    return settings, frozenset(names_in(table))
+    return settings, frozenset(flat(table))
 
 
 def with_siblings(tables: Mapping[str, Any], *, chosen: Chosen = frozenset()) -> dict[str, Any]:

@@ -49,7 +49,6 @@ class Saving:
     longest; 0 for none."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "saving.")
 
 
@@ -82,7 +81,6 @@ class Rollout:
     free, or a quarter of the RAM."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "rollout.")
         self._check_servers()
 
@@ -138,7 +136,6 @@ class PassSettings:
     default on a GPU."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "passes.")
 
     def compiles_on(self, device: str) -> bool:
@@ -158,7 +155,6 @@ class Lora:
     """Layers with adapters, by the end of their names; all-linear for all but the output layer."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "lora.")
         require(
             bool(self.targets) and "" not in self.targets,
@@ -442,7 +438,6 @@ class SupervisedSettings:
     data: DataSettings = field(default_factory=DataSettings)
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self)
         check_device(self.device)
         require(

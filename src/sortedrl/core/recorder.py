@@ -98,20 +98,16 @@ class Journal:
         """The version of the weights in the engine, according to the log."""
         self.engine_decoded = state.engine_decoded
         self.engine_prefilled = state.engine_prefilled
-        self._has_begun = state.has_begun
+        self.has_begun = state.has_begun
+        """Whether the first event was written, by this journal or before a resume."""
         self._record = record
         self._seconds = clock.seconds
         self._since = 0.0
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the first event was written, by this journal or before a resume."""
-        return self._has_begun
-
     def state(self) -> JournalState:
         """The state to save; valid before the run begins and right after a batch was yielded."""
         return JournalState(
-            has_begun=self._has_begun,
+            has_begun=self.has_begun,
             round=self.round,
             version=self.version,
             engine_decoded=self.engine_decoded,
@@ -125,7 +121,7 @@ class Journal:
 
     def began(self, schedule: Schedule, *, slots: int, seed: int, version: int) -> None:
         """The run starts, with the weights of `version` in the engine."""
-        self._has_begun = True
+        self.has_begun = True
         self.version = version
         self._record(
             Begin(

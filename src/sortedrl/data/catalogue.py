@@ -62,10 +62,10 @@ def shared_rows(trained: Sequence[Row], asked: Sequence[Row]) -> SharedRows:
     found: set[int] = set()
     again = []
     for number, row in enumerate(asked):
-        twins = [place for key in _keys(row) for place in places.get(key, ())]
-        if twins:
+        duplicates = [place for key in _keys(row) for place in places.get(key, ())]
+        if duplicates:
             again.append(number)
-            found.update(twins)
+            found.update(duplicates)
     return SharedRows(frozenset(found), tuple(again))
 
 

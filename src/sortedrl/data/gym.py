@@ -57,7 +57,6 @@ class GymSettings:
     """Text appended to the question; may be empty."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         require(self.count >= 1, f"gym.count must be at least 1, got {self.count}")
         options_from(self.options)
 
@@ -66,14 +65,6 @@ def gym_rows(settings: GymSettings) -> list[Row]:
     """The rows of these settings, generated in a child process."""
     _dataset(settings, options_from(settings.options))  # invalid settings are refused at once
     return _rows(_child_entries(settings), settings)
-
-
-def gym_rows_here(settings: GymSettings) -> list[Row]:
-    """Rows generated in this process: faster, and for most tasks the same as those of `gym_rows`.
-
-    Tasks that iterate over a set give other rows in each process.
-    """
-    return _rows(_entries(settings), settings)
 
 
 def _child_entries(settings: GymSettings) -> list[dict[str, Any]]:

@@ -5,10 +5,10 @@ All types are frozen, comparable and hashable.
 
     (('lying', 1), ('and', ('telling-truth', 0), ('not', ('telling-truth', 1))))
 
-Solutions come from sets of assignments kept as the bits of one integer. Person `i` is a knave
 Solutions come from sets of assignments stored as the bits of one integer. Person `i` is a knave
 exactly if bit `i` of the number of an assignment is set, so number 0 makes everyone a knight and
 person 0 changes fastest. A statement is the set of the numbers under which it is true, so `and` is
+`&` and `or` is `|`.
 
 Two puzzles have the same canonical key exactly if renaming and reordering the people, and
 reordering the parts of `and`, `or` and `<=>`, turns one into the other. People are coloured by what

@@ -81,7 +81,6 @@ class StatementShape:
     """Maximum depth of connectives: 1 joins claims, 2 joins such joins."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         require(bool(self.forms), f"knights.forms must name at least one of {', '.join(FORMS)}")
         for form in self.forms:
             require(form in FORMS, unknown_name("form", form, FORMS))
@@ -286,7 +285,6 @@ class KnightsSettings:
     """Style words: the nouns for those who tell the truth and those who lie."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         low, high = self.people
         require(
             MIN_PEOPLE <= low <= high <= MAX_PEOPLE,

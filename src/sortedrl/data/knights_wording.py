@@ -281,14 +281,14 @@ _OPENING = "I give out roles one person at a time, and take the last one back if
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TraceStep:
     """The roles of the first people, and the speaker whose statement rules them out, if any."""
 
     roles: Assignment
     ruled_out_by: int | None
 
 
-def steps(puzzle: Puzzle) -> Iterator[Step]:
+def steps(puzzle: Puzzle) -> Iterator[TraceStep]:
     """All steps up to the first solution; raises `ValueError` if there is none."""
     fitting = [fitting_set(puzzle, speaker) for speaker in range(puzzle.people)]
     if not (yield from _steps((), everything(puzzle.people), fitting)):
@@ -312,7 +312,9 @@ def trace(puzzle: Puzzle, names: Sequence[str], *, roles: Roles = KNIGHTS) -> st
     return f"<think>\n{thoughts}\n</think><answer>\n{answer}\n</answer>"
 
 
-def _steps(given: Assignment, possible: int, fitting: list[int]) -> Generator[Step, None, bool]:
+def _steps(
+    given: Assignment, possible: int, fitting: list[int]
+) -> Generator[TraceStep, None, bool]:
     """Try both roles of the next person; returns whether a solution was reached."""
     people, person = len(fitting), len(given)
     if person == people:
@@ -322,13 +324,15 @@ def _steps(given: Assignment, possible: int, fitting: list[int]) -> Generator[St
         left = possible & (knights if is_knight else ~knights)
         roles = (*given, is_knight)
         blamed = next((s for s in range(person + 1) if not left & fitting[s]), None)
-        yield Step(roles, blamed)
+        yield TraceStep(roles, blamed)
         if blamed is None and (yield from _steps(roles, left, fitting)):
             return True
     return False
 
 
-def _step_lines(step: Step, puzzle: Puzzle, *, names: Sequence[str], roles: Roles) -> Iterator[str]:
+def _step_lines(
+    step: TraceStep, puzzle: Puzzle, *, names: Sequence[str], roles: Roles
+) -> Iterator[str]:
     given = list(zip(names, step.roles, strict=False))
     suppose = f"Suppose {listed([f'{name} is {roles.a(role)}' for name, role in given])}."
     if step.ruled_out_by is None:

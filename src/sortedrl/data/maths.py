@@ -301,7 +301,6 @@ class MathsSettings:
     """Text appended to the question; may be empty."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         require(self.name in MATHS_SETS, unknown_name("maths set", self.name, MATHS_SETS))
         found = MATHS_SETS[self.name]
         splits = found.hub_splits if self.folder is None else found.files

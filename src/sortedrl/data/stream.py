@@ -17,7 +17,7 @@ import hashlib
 import math
 import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -155,18 +155,15 @@ def tokenized(
     *,
     chat: ChatUse = "auto",
     max_prompt_tokens: int | None = None,
-    advance: Callable[[int], None] | None = None,
 ) -> Tokenized:
-    """The rows with their tokens; `advance` receives the number of rows done."""
+    """The rows with their tokens."""
     kept, num_too_long = [], 0
-    for number, row in enumerate(rows, start=1):
+    for row in rows:
         prompt = rendered(row, tokenizer, chat=chat)
         if max_prompt_tokens is not None and len(prompt.tokens) > max_prompt_tokens:
             num_too_long += 1
         else:
             kept.append(_tokenized(row, prompt))
-        if advance is not None:
-            advance(number)
     if not kept:
         raise ConfigError(
             f"no prompt has at most {max_prompt_tokens} tokens ({num_too_long} are longer), the "
@@ -186,14 +183,12 @@ class PromptStream:
         rows: Sequence[TokenizedRow],
         *,
         epochs: int = 1,
-        shuffle: bool = True,
         seed: int = 0,
         position: int = 0,
     ) -> None:
         """A stream that continues at `position`, the number of prompts already taken."""
         self._rows = rows
         self._total = epochs * len(rows)
-        self._shuffle = shuffle
         self._seed = seed
         self._epoch = -1
         self._order: Sequence[int] = ()
@@ -239,10 +234,7 @@ class PromptStream:
         return Prompt(id=position, tokens=row.tokens, fields=row.fields, end=row.end)
 
     def _order_of(self, epoch: int) -> Sequence[int]:
-        rows = range(len(self._rows))
-        if not self._shuffle:
-            return rows
-        return sorted(rows, key=lambda row: mix(self._seed, epoch, row))
+        return sorted(range(len(self._rows)), key=lambda row: mix(self._seed, epoch, row))
 
 
 def _tokenized(row: Row, rendered: Rendered) -> TokenizedRow:

@@ -107,14 +107,13 @@ class ResultsWriter:
         self._answers.append(answer)
         self._done.add(answer.key)
 
-    def finish(self) -> tuple[Evaluation, Summary]:
+    def finish(self) -> Evaluation:
         """Write the results and close the folder."""
         self.close()
         evaluation = replace(self._head, answers=tuple(self._answers))
-        summary = summarise(evaluation)
         with os_errors(self._folder, "cannot be written"):
-            _write_summary(self._folder, self._head, summary=summary)
-        return evaluation, summary
+            _write_summary(self._folder, self._head, summary=summarise(evaluation))
+        return evaluation
 
     def close(self) -> None:
         """Flush and close."""

@@ -45,7 +45,6 @@ class Progress:
     """Progress of an evaluation."""
 
     written: int
-    scored: int
     total: int
     tokens: int
 
@@ -83,7 +82,7 @@ class EvaluationRunner:
         self._outside_seconds: dict[Key, float] = defaultdict(float)
         self._cut: list[Trajectory] = []
         self._begun = self._running = 0
-        self._written = self._scored = self._tokens = 0
+        self._written = self._tokens = 0
         first = 0
         for question in questions:
             for index, row in enumerate(question.rows):
@@ -110,7 +109,7 @@ class EvaluationRunner:
     @property
     def progress(self) -> Progress:
         """The current progress."""
-        return Progress(self._written, self._scored, self.total, self._tokens)
+        return Progress(self._written, self.total, self._tokens)
 
     def run(self) -> Iterator[Answer | None]:
         """The answers in the order of scoring; `None` after every engine step."""
@@ -216,7 +215,6 @@ class EvaluationRunner:
         failure: Failure | None = None,
     ) -> Answer:
         question, index = self._questions[trajectory.prompt.id]
-        self._scored += 1
         fields = trajectory.prompt.fields
         assert trajectory.finish_reason is not None
         return Answer(

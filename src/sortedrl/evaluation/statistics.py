@@ -48,6 +48,7 @@ from sortedrl.errors import DataError
 from sortedrl.rewards.pool.score import Failure
 from sortedrl.types import FinishReason
 
+Item = TypeVar("Item")
 Prompt = TypeVar("Prompt")
 AnswerKey = tuple[str, int, int]
 """`(task, prompt_id, sample_index)`."""
@@ -122,6 +123,16 @@ def in_order(levels: Iterable[str]) -> list[str]:
     ['level 9', 'level 10']
     """
     return sorted(set(levels), key=_natural)
+
+
+def evenly(items: Sequence[Item], count: int) -> list[Item]:
+    """At most `count` of the items, evenly spaced from the first on.
+
+    >>> evenly("abcdef", 3), evenly("ab", 3)
+    (['a', 'c', 'e'], ['a', 'b'])
+    """
+    count = min(count, len(items))
+    return [items[place * len(items) // count] for place in range(count)]
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

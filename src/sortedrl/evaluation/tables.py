@@ -134,6 +134,15 @@ def points(change: float) -> str:
     return "0.0" if text[1:] == "0.0" else text
 
 
+def several(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> several(1, "prompt"), several(1200, "prompt")
+    ('1 prompt', '1,200 prompts')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def chance(p: float) -> str:
     """A p-value with a sensible number of digits.
 

@@ -20,6 +20,7 @@ from sortedrl.evaluation.statistics import (
     Evaluation,
     Summary,
     by_prompt,
+    evenly,
     in_order,
     summarise,
 )
@@ -32,6 +33,7 @@ from sortedrl.evaluation.tables import (
     pass_table,
     percent,
     points,
+    several,
     summary_table,
 )
 from sortedrl.report.charts.curves import (
@@ -345,7 +347,7 @@ def comparison_headline(comparison: Comparison) -> tuple[str, str]:
     lead = (
         f"Accuracy {percent(difference.before)} and {percent(difference.after)} "
         f"{over}: {points(change.value)} points, {interval}, p {_equals(difference)}, "
-        f"{_several(change.num_prompts, 'prompt')}."
+        f"{several(change.num_prompts, 'prompt')}."
     )
     return headline, lead
 
@@ -366,7 +368,7 @@ def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
             )
         if part.failures:
             kinds = ", ".join(f"{kind} {number:,}" for kind, number in part.failures.items())
-            count = _several(sum(part.failures.values()), "answer")
+            count = several(sum(part.failures.values()), "answer")
             yield f"{name}: scoring failed for {count}, counted as wrong ({kinds})."
         if part.truncated >= _MANY_TRUNCATED:
             yield f"{name}: {percent(part.truncated)} of the answers reached the token limit."
@@ -389,9 +391,9 @@ def different_settings(before: Evaluation, after: Evaluation) -> Iterator[str]:
 def _amount(part: Estimates) -> str:
     """The numbers of prompts and answers of a task."""
     if part.num_short:
-        return f"{_several(part.num_answers, 'answer')} to {_several(part.num_prompts, 'prompt')}"
-    each = _several(part.samples, "answer")
-    return f"{_several(part.num_prompts, 'prompt')} with {each} each"
+        return f"{several(part.num_answers, 'answer')} to {several(part.num_prompts, 'prompt')}"
+    each = several(part.samples, "answer")
+    return f"{several(part.num_prompts, 'prompt')} with {each} each"
 
 
 def _best_known(summary: Summary) -> Estimate:
@@ -402,10 +404,6 @@ def _best_known(summary: Summary) -> Estimate:
 def _equals(difference: Difference) -> str:
     text = chance(difference.p_value)
     return text if text.startswith("<") else f"= {text}"
-
-
-def _several(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def packed(
@@ -474,7 +472,7 @@ def _chosen(
         fresh = [pair for pair in places if any((w, a.key) not in taken for w, a in pair)]
         room = MAX_SAMPLES - len(taken)
         width = max((len(pair) for pair in fresh), default=1)
-        for pair in _evenly(fresh, room // width):
+        for pair in evenly(fresh, room // width):
             taken |= {(which, answer.key): (which, answer) for which, answer in pair}
         if len(fresh) * width > room:
             break
@@ -492,13 +490,6 @@ def _rounds(prompts: Sequence[Sequence[Sequence[Answer]]]) -> Iterator[list[list
             [(which, one[number]) for which, one in enumerate(sides) if number < len(one)]
             for sides in prompts
         ]
-
-
-def _evenly(items: Sequence[list[Place]], count: int) -> list[list[Place]]:
-    """At most `count` of the items, evenly spaced."""
-    if count >= len(items):
-        return list(items)
-    return [items[place * len(items) // count] for place in range(count)]
 
 
 def _first(sides: Sequence[Sequence[Answer]]) -> Answer:

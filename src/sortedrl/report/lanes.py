@@ -125,7 +125,6 @@ class SlotQueue(Generic[Item]):
     """Assigns slots: the lowest free slot goes to the first in the queue."""
 
     def __init__(self, slots: int) -> None:
-        """Start with all slots free."""
         self._free = list(range(slots))
         self._waiting: dict[Key, Item] = {}
 

@@ -115,7 +115,6 @@ class LiveState:
     """The current state of a run."""
 
     def __init__(self, source: Source) -> None:
-        """Start with a run that has not begun."""
         self.source = source
         self._slots = Slots(source.slots, decoded=source.decoded)
         self._longest = 0
@@ -283,7 +282,6 @@ class History:
     """A bounded history of one number."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.last: float | None = None
         self._values: list[float] = []
         self._open: list[float] = []

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any, TypeVar
 
-from sortedrl.config.parsing import toml_value
+from sortedrl.config.parsing import flat, toml_value
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.events import Landed
 from sortedrl.evaluation.tables import percent, points
@@ -33,7 +33,7 @@ from sortedrl.report.html import (
     table,
     unbroken,
 )
-from sortedrl.report.record import Run, RunRecord, flat, measured
+from sortedrl.report.record import Run, RunRecord, measured
 from sortedrl.report.sections.learning import answers_data, answers_section, learning_section
 from sortedrl.report.sections.lengths import lengths_section
 from sortedrl.report.sections.slots import bubbles_section, slots_data, slots_section

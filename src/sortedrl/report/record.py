@@ -21,7 +21,7 @@ from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from sortedrl.config.parsing import read_toml
+from sortedrl.config.parsing import flat, read_toml
 from sortedrl.core.events import Begin, End, Event, Score, Update, read_events
 from sortedrl.core.files import LoggedAnswer, Value, read_answers, read_metrics
 from sortedrl.core.meter import Metrics, measure
@@ -505,21 +505,6 @@ def _is_other_seed(one: RunRecord, other: RunRecord) -> bool:
     if not _is_same_model(models, [str(seed) for seed in seeds]):
         return False
     return _what_matters(mine) == _what_matters(theirs)
-
-
-def flat(settings: Mapping[str, Any], *, section: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted names.
-
-    >>> flat({"seed": 1, "engine": {"slots": 8}})
-    {'seed': 1, 'engine.slots': 8}
-    """
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, section=f"{section}{name}.")
-        else:
-            found[section + name] = value
-    return found
 
 
 def _what_matters(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from users and from files of others.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,11 @@ def one_line(text: str, *, is_ascii: bool = False) -> str:
     )
 
 
+def line_width() -> int:
+    """Columns of a line: those of the terminal, at most 100."""
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
+
+
 def tell(line: str) -> None:
     """Print a status line to standard error."""
     print(line, file=sys.stderr, flush=True)
@@ -89,8 +95,9 @@ def thousands(value: float) -> str:
 
 
 def refuse_other_picture(path: Path | None) -> None:
-    """Refuse to replace anything but a picture of ours, before the picture is computed."""
+    """Refuse a path that cannot be written, or has anything but a picture of ours, beforehand."""
     if path is not None:
+        refuse_unwritable(path)
         refuse_foreign(path, mark=_PICTURE)
 
 

@@ -286,7 +286,7 @@ class _Spans:
         self._round: int | None = None
         self._place = -1
         self._loads: dict[int, Load] = {}
-        self._has_landings = any(isinstance(event, Landed) for event in run.record.events)
+        self._is_overlapped = any(isinstance(event, Landed) for event in run.record.events)
         self._begun = 0.0
         self._flight: Update | None = None
         self.running: set[Key] = set()
@@ -361,7 +361,7 @@ class _Spans:
         self._rollout_since = None
 
     def _update(self, event: Update) -> None:
-        if self._has_landings:
+        if self._is_overlapped:
             # It begins once the engine has its weights: after a weight sync, if there is one.
             self._flight, self._begun = event, event.seconds
         else:

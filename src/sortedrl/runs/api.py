@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from html import escape
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,8 +25,8 @@ from sortedrl.config.data import (
     EvaluationSettings,
     RewardSettings,
 )
-from sortedrl.config.parsing import read_toml, settings_over, settings_with
-from sortedrl.config.sizes import Chosen, changed_names, names_in, settings_of_file, with_siblings
+from sortedrl.config.parsing import flat, nested, read_toml, settings_over, settings_with
+from sortedrl.config.sizes import Chosen, changed_names, settings_of_file, with_siblings
 from sortedrl.config.train import TrainSettings
 from sortedrl.core.files import Value, free_path, read_metrics
 from sortedrl.data.catalogue import reward_from
@@ -46,6 +45,7 @@ from sortedrl.runs.output import show_page
 from sortedrl.runs.start import Callback
 from sortedrl.runs.start import train as train_run
 from sortedrl.runs.tasks import opened
+from sortedrl.simulate.calls import html_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -92,23 +92,22 @@ def train(
     """
     require_native("training")
     base, chosen = _settings(config)
-    tables = _tables(
-        {
-            "algorithm.name": algorithm,
-            "schedule.mode": mode,
-            "schedule.lookahead": lookahead,
-            "schedule.samples_per_prompt": samples,
-            "engine.slots": slots,
-            "engine.max_tokens": max_tokens,
-            "rollout.engine": engine,
-            "optimiser.learning_rate": learning_rate,
-            "data.prompt_field": prompt_field,
-            "epochs": epochs,
-            "seed": seed,
-        }
-    )
-    chosen |= frozenset(names_in(tables))
-    tables = with_siblings(tables, chosen=chosen)
+    arguments = {
+        "algorithm.name": algorithm,
+        "schedule.mode": mode,
+        "schedule.lookahead": lookahead,
+        "schedule.samples_per_prompt": samples,
+        "engine.slots": slots,
+        "engine.max_tokens": max_tokens,
+        "rollout.engine": engine,
+        "optimiser.learning_rate": learning_rate,
+        "data.prompt_field": prompt_field,
+        "epochs": epochs,
+        "seed": seed,
+    }
+    given = {name: value for name, value in arguments.items() if value is not None}
+    chosen |= frozenset(given)
+    tables = with_siblings(nested(given), chosen=chosen)
     source = None if reward is None else _source(reward)
     if source is not None:
         tables["reward"] = source.function
@@ -356,15 +355,6 @@ class Evaluated:
         return html_table(columns, lines)
 
 
-def html_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A plain table for a notebook."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
 def _settings(config: Config | None) -> tuple[TrainSettings, Chosen]:
     """The base settings, and which of them were chosen."""
     if config is None:
@@ -373,23 +363,13 @@ def _settings(config: Config | None) -> tuple[TrainSettings, Chosen]:
         return config, changed_names(config)
     if isinstance(config, Mapping):
         settings = settings_with(TrainSettings(), with_siblings(config))
-        return settings, frozenset(names_in(config))
+        return settings, frozenset(flat(config))
     if not isinstance(config, str | Path):
         raise ConfigError(
             "config must be a TrainSettings, a dict such as {'lora': {'rank': 8}}, or the path of "
             f"a TOML file, got {config!r:.80}"
         )
     return settings_of_file(Path(config))
-
-
-def _tables(values: Mapping[str, object]) -> dict[str, Any]:
-    """Settings by their names as the tables of a file, without those that are `None`."""
-    tables: dict[str, Any] = {}
-    for setting, value in values.items():
-        section, _, name = setting.rpartition(".")
-        if value is not None:
-            (tables.setdefault(section, {}) if section else tables)[name] = value
-    return tables
 
 
 def _source(reward: Reward) -> RewardSource:

@@ -37,7 +37,6 @@ from sortedrl.runs.build_engine import (
 from sortedrl.runs.plan.dry_run import run_memory
 from sortedrl.runs.plan.page import refuse_too_big
 from sortedrl.training.attention import checkpoint_layers
-from sortedrl.training.checkpoint import read_state
 from sortedrl.training.critic import Critic, CriticTrainer
 from sortedrl.training.forward import AdapterReference, CopiedReference, PackedModel
 from sortedrl.training.fsdp.checkpoint import is_sharded, read_joined
@@ -149,11 +148,6 @@ class Saved:
 
     folder: Path
     state: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, folder: Path) -> Saved:
-        """The checkpoint in a folder, whose files were verified before."""
-        return cls(folder, read_state(folder))
 
 
 def training_parts(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from sortedrl.data.stream import Tokenizer
 from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import ConfigError, DataError, ModelError, unknown_name
-from sortedrl.runs.turns import Refused, Turn, TurnScheduler
+from sortedrl.runs.turns import HttpError, Turn, TurnScheduler
 from sortedrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class WeightReader:
         self._model = model
 
     def read(self, path: str) -> Mapping[str, object]:
-        """All tensors of a folder; raises `Refused` unless they fit the model."""
+        """All tensors of a folder; raises `HttpError` unless they fit the model."""
         from sortedrl.engines.native.hf_model import checked_weights
         from sortedrl.models.loading import read_safetensors
 
@@ -48,20 +48,20 @@ class WeightReader:
             root = self._folder.resolve(strict=True)
             found = (root / path).resolve(strict=True)
         except (OSError, RuntimeError, ValueError) as error:
-            raise Refused(
+            raise HttpError(
                 400, f"model_path must be a folder, but {path!r} does not exist"
             ) from error
         if not found.is_relative_to(root):
-            raise Refused(
+            raise HttpError(
                 403, f"model_path must lie below the server's --weights-folder, got {path!r}"
             )
         try:
             tensors = checked_weights(self._model, read_safetensors(found))
         except (DataError, ModelError) as error:
-            raise Refused(400, str(error)) from error
+            raise HttpError(400, str(error)) from error
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
-                raise Refused(
+                raise HttpError(
                     400, f"weights must be finite, but {name} is not; the server keeps the old ones"
                 )
         return tensors
@@ -73,7 +73,7 @@ class _Fields:
     def __init__(self, row: object, *, within: str = "") -> None:
         """`within` names the object in messages, with a dot, such as `sampling_params.`."""
         if not isinstance(row, dict):
-            raise Refused(400, f"{within.rstrip('.') or 'the body'} must be a JSON object")
+            raise HttpError(400, f"{within.rstrip('.') or 'the body'} must be a JSON object")
         self._row = row
         self._within = within
         self._known: list[str] = []
@@ -84,8 +84,8 @@ class _Fields:
         value: object = self._row.get(name)
         return value
 
-    def refused(self, name: str, must: str, value: object) -> Refused:
-        return Refused(400, f"{self._within}{name} must be {must}, got {value!r:.80}")
+    def refused(self, name: str, must: str, value: object) -> HttpError:
+        return HttpError(400, f"{self._within}{name} must be {must}, got {value!r:.80}")
 
     def number(self, name: str, default: float) -> float:
         """A finite number."""
@@ -142,7 +142,7 @@ class _Fields:
             raise self.refused(name, "a list of token ids", value)
         for token in value:
             if type(token) is not int or not 0 <= token < vocabulary:
-                raise Refused(
+                raise HttpError(
                     400,
                     f"{self._within}{name}: token ids must be whole numbers in "
                     f"0..{vocabulary - 1}, got {token!r:.80}; was it made with the tokenizer of "
@@ -161,10 +161,10 @@ class _Fields:
             if name not in only:
                 what = "sampling parameter" if self._within else "field"
                 known = (*self._known, *only, *ignored)
-                raise Refused(400, unknown_name(what, name, known))
+                raise HttpError(400, unknown_name(what, name, known))
             if value not in only[name]:
                 allowed = " or ".join(json.dumps(one) for one in only[name])
-                raise Refused(
+                raise HttpError(
                     400,
                     f"{self._within}{name} must be {allowed or 'left out'}, got {value!r:.80}; "
                     "nothing else is supported",
@@ -369,13 +369,13 @@ class Endpoint:
             raise fields.refused("weight_version", "a short text or a whole number", version)
         fields.refuse_unknown(_WEIGHTS_ONLY, _WEIGHTS_IGNORED)
         if self._weights is None:
-            raise Refused(
+            raise HttpError(
                 403, "this server loads no weights: it was started without --weights-folder"
             )
         if path is None:
-            raise Refused(400, "model_path must name a folder with .safetensors files")
+            raise HttpError(400, "model_path must name a folder with .safetensors files")
         if not self._reading.acquire(blocking=False):
-            raise Refused(409, "other weights are being loaded; try again later")
+            raise HttpError(409, "other weights are being loaded; try again later")
         try:
             loaded = self.scheduler.load(self._weights.read(path), label=label)
         finally:
@@ -411,13 +411,15 @@ class Endpoint:
     def _check_model(self, fields: _Fields) -> None:
         given = fields.take("model")
         if given is not None and given != self._name:
-            raise Refused(404, f"model must be {self._name!r}, the one served, got {given!r:.80}")
+            raise HttpError(404, f"model must be {self._name!r}, the one served, got {given!r:.80}")
 
     def _prompt(self, fields: _Fields) -> list[int]:
         value = fields.take("prompt")
         if isinstance(value, list) and value and isinstance(value[0], list | str):
             if len(value) > 1:
-                raise Refused(400, f"prompt must be one prompt, got {len(value)}; send each alone")
+                raise HttpError(
+                    400, f"prompt must be one prompt, got {len(value)}; send each alone"
+                )
             value = value[0]
         if isinstance(value, str):
             with self._encoding:
@@ -434,7 +436,7 @@ class Endpoint:
     ) -> Turn:
         longest = self._limits.max_length
         if not 1 <= len(tokens) < longest:
-            raise Refused(
+            raise HttpError(
                 400,
                 f"{name} must have 1..{longest - 1} tokens, got {len(tokens)}: the model's context "
                 f"and the KV cache hold {longest}, and the answer needs at least one",
@@ -457,7 +459,7 @@ class Endpoint:
                 max_tokens=min(most, longest - len(tokens)),
             )
         except ConfigError as error:
-            raise Refused(400, str(error)) from error
+            raise HttpError(400, str(error)) from error
         return Turn(tokens, sampling, seed=seed, session_id=session_id)
 
     def _spans(self, trajectory: Trajectory) -> list[Answer]:

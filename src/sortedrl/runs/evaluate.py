@@ -90,8 +90,7 @@ def evaluated(
             environments=environments,
         )
         _write(runner, writer, label=label)
-        evaluation, _ = writer.finish()
-    return evaluation
+        return writer.finish()
 
 
 def write_page(evaluation: Evaluation, folder: Path) -> None:

@@ -31,7 +31,7 @@ from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
 
 from sortedrl import __version__
-from sortedrl.config.parsing import under_new_keys
+from sortedrl.config.parsing import flat, under_new_keys
 from sortedrl.config.train import TrainSettings
 from sortedrl.core.files import write_whole
 from sortedrl.errors import CheckpointError, ConfigError, DataError, os_errors
@@ -137,21 +137,13 @@ class RunFolder:
         """Nothing is read or written."""
         self.root = root
         self.mark = root / "run.json"
-        """Marks the folder of a run; locked while the run is in progress."""
         self.config = root / "config.toml"
-        """Every setting, as resolved."""
         self.events = root / "events.jsonl"
-        """All events."""
         self.metrics = root / "metrics.jsonl"
-        """One line of numbers for each update."""
         self.answers = root / "answers.jsonl"
-        """Some answers of each update, as text."""
         self.checkpoints = root / "checkpoints"
-        """The last complete checkpoints, and the best."""
         self.inputs = root / "inputs"
-        """The model and the rows of the run, where Python objects were given."""
         self.model = root / "model"
-        """The trained model."""
 
     @property
     def holds_run(self) -> bool:
@@ -304,12 +296,16 @@ def refuse_other_settings(saved: Mapping[str, Any], given: DataclassInstance) ->
     allowed: list[str] = []
     refused: list[str] = []
     # A setting that is newer than the checkpoint was as it is by default.
-    defaults = as_saved(type(given)())
-    saved, now = dict(under_new_keys(saved)), as_saved(given)
-    if isinstance(given, TrainSettings) and "out" in saved:
+    defaults = flat(as_saved(type(given)()))
+    found = under_new_keys(saved)
+    if isinstance(given, TrainSettings) and "out" in found:
         for name in ("model", "task"):
-            saved[name] = _input_at(saved[name], Path(saved["out"]), given.out)
-    for name, before, after in _differences(saved, now, defaults):
+            found[name] = _input_at(found[name], Path(found["out"]), given.out)
+    known = flat(found)
+    for name, after in flat(as_saved(given)).items():
+        before = known.get(name, defaults[name])
+        if before == after:
+            continue
         change = f"{name} was {before!r}, is {after!r}"
         (allowed if _may_change(name, before, after) else refused).append(change)
     if refused:
@@ -326,17 +322,3 @@ def _may_change(name: str, before: object, after: object) -> bool:
         return isinstance(before, int) and isinstance(after, int) and after < before
     parts = name.split(".")
     return any(".".join(parts[:count]) in _MAY_CHANGE for count in range(1, len(parts) + 1))
-
-
-def _differences(
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    default: Mapping[str, Any],
-    prefix: str = "",
-) -> Iterator[tuple[str, Any, Any]]:
-    for name, second in after.items():
-        first = before.get(name, default[name])
-        if isinstance(first, Mapping) and isinstance(second, Mapping):
-            yield from _differences(first, second, default[name], f"{prefix}{name}.")
-        elif first != second:
-            yield prefix + name, first, second

@@ -37,7 +37,7 @@ from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings, run
 from sortedrl.runs.output import TrackedRun, open_trackers
 from sortedrl.runs.tasks import environment_pool, threads, tokenizer_of
 from sortedrl.runs.training import Counters, Evaluator, Logs, TrainingRun
-from sortedrl.training.checkpoint import Checkpoints
+from sortedrl.training.checkpoint import Checkpoints, read_state
 
 if TYPE_CHECKING:
     from sortedrl.runs.build_cluster import RunningCluster
@@ -147,7 +147,7 @@ class _EventSink:
         run.view(event)
         if isinstance(event, Finish):
             ready = run.parts.loop.buffer.num_harvestable
-            run.show(f"{ready} answers ready, {event.running} being written")
+            run.show(f"{ready} answers ready, {event.running} being generated")
 
 
 def identity_of(task: Task) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class _Opening:
                 )
             self._tell(f"{folder.root} has no complete checkpoint yet; starting from the beginning")
             return None
-        saved = Saved.read(newest)
+        saved = Saved(newest, read_state(newest))
         for change in refuse_other_settings(saved.state["settings"], self._settings):
             self._tell(f"resumed with a changed setting: {change}")
         self._tell(f"resuming from {newest}")

@@ -28,6 +28,7 @@ from sortedrl.evaluation.tables import percent
 from sortedrl.report.live import View, activity
 from sortedrl.report.live_state import Source
 from sortedrl.report.terminal import thousands
+from sortedrl.simulate.calls import html_table
 
 if TYPE_CHECKING:
     from sortedrl.runs.training import Ending
@@ -335,7 +336,7 @@ _TABLE_COLUMNS = {
 }
 """The columns of the table, by the names in metrics.jsonl."""
 _SHARES = ("rollout/bubble", "evaluation/score")
-_FRAME = '<div><iframe srcdoc="{}" style="width: 100%; height: {}px; border: 0"></iframe></div>'
+_FRAME = '<div><iframe srcdoc="{}" style="width: 100%; height: 900px; border: 0"></iframe></div>'
 """Inside a div: IPython warns of HTML that is only a frame."""
 
 Show = Callable[[str], None]
@@ -347,10 +348,10 @@ def is_notebook() -> bool:
     return "ipykernel" in sys.modules and "IPython" in sys.modules
 
 
-def show_page(html: str, *, height: int = 900) -> None:
+def show_page(html: str) -> None:
     """Show a whole page under the cell, in a frame of its own; outside of a notebook, nothing."""
     if is_notebook():
-        _shown(_FRAME.format(escape(html), height))
+        _shown(_FRAME.format(escape(html)))
 
 
 def _shown(html: str) -> Show:
@@ -419,15 +420,14 @@ class NotebookView:
 
     def _html(self) -> str:
         used = [name for name in _TABLE_COLUMNS if any(name in row for row in self._rows)]
-        head = "".join(f"<th>{_TABLE_COLUMNS[name]}</th>" for name in used)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{_cell(name, row.get(name))}</td>" for name in used) + "</tr>"
-            for row in self._rows
+        table = html_table(
+            [_TABLE_COLUMNS[name] for name in used],
+            [[_cell(name, row.get(name)) for name in used] for row in self._rows],
         )
         lines = escape("\n".join(self._lines))
         return (
             f'<div>{escape(self._what)}<br><progress value="{self._done:.4f}" max="1" '
-            f'style="width: 100%"></progress><table><tr>{head}</tr>{body}</table>'
+            f'style="width: 100%"></progress>{table}'
             f"<pre>{lines}</pre></div>"
         )
 
@@ -437,4 +437,4 @@ def _cell(name: str, value: Value | None) -> str:
         return ""
     if name in _SHARES and isinstance(value, float):
         return percent(value)
-    return f"{value:,.3g}" if isinstance(value, float) else escape(str(value))
+    return f"{value:,.3g}" if isinstance(value, float) else str(value)

@@ -42,7 +42,7 @@ from sortedrl.report.watch import LocalServer, QuietHandler
 from sortedrl.runs.endpoint import Answer, Endpoint, WeightReader, is_name
 from sortedrl.runs.start import Stopping
 from sortedrl.runs.tasks import threads, tokenizer_of
-from sortedrl.runs.turns import Refused, Turn, TurnLog, TurnScheduler
+from sortedrl.runs.turns import HttpError, Turn, TurnLog, TurnScheduler
 from sortedrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ class _Handler(QuietHandler):
     def _answer(self, respond: Callable[[], Answer]) -> None:
         try:
             answer = respond()
-        except Refused as error:
+        except HttpError as error:
             self._send(error.status, _error(error.status, str(error)))
         except _DisconnectedError:
             self.close_connection = True
@@ -348,7 +348,7 @@ class _Handler(QuietHandler):
             return self.server.endpoint.models()
         if path == "/server_info":
             return self.server.endpoint.info()
-        raise Refused(404, "GET knows /health, /server_info and /v1/models")
+        raise HttpError(404, "GET knows /health, /server_info and /v1/models")
 
     def _post(self) -> Answer:
         # An error before the body is read leaves it on the connection.
@@ -357,7 +357,7 @@ class _Handler(QuietHandler):
         path, endpoint = self.path.partition("?")[0], self.server.endpoint
         turns = {"/inference/v1/generate": endpoint.generate, "/v1/completions": endpoint.complete}
         if path not in (*turns, "/update_weights_from_disk"):
-            raise Refused(
+            raise HttpError(
                 404,
                 "POST knows /inference/v1/generate, /v1/completions and "
                 "/update_weights_from_disk; apply the chat template in your program, and send "
@@ -385,7 +385,7 @@ class _Handler(QuietHandler):
                 scheduler.cancel(turn, status=504, reason=f"no answer within {seconds:g} seconds")
         if turn.answer is None:
             assert turn.failure is not None, "a turn that is done has an answer or a failure"
-            raise Refused(turn.failure.status, turn.failure.reason)
+            raise turn.failure
         return turn.answer
 
     def _has_disconnected(self) -> bool:
@@ -405,32 +405,34 @@ class _Handler(QuietHandler):
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
         is_known = hmac.compare_digest(given.strip().encode(errors="replace"), secret.encode())
         if scheme.lower() != "bearer" or not is_known:
-            raise Refused(401, "send the server's token as Authorization: Bearer TOKEN")
+            raise HttpError(401, "send the server's token as Authorization: Bearer TOKEN")
 
     def _check_host(self) -> None:
         """Refuse a request for a name that is none of this machine's, where only it can come."""
         if not self.server.is_asked_by_name(self.headers):
-            raise Refused(421, "the request must be for localhost")
+            raise HttpError(421, "the request must be for localhost")
 
     def _session_id(self) -> str | None:
         given = self.headers.get_all("X-Session-ID", [])
         if not given:
             return None
         if len(given) > 1 or not is_name(given[0]):
-            raise Refused(400, "X-Session-ID must be one printable name of at most 256 characters")
+            raise HttpError(
+                400, "X-Session-ID must be one printable name of at most 256 characters"
+            )
         return str(given[0])
 
     def _body(self) -> bytes:
         """The body of the request, which must be announced as JSON."""
         if self.headers.get_content_type() != "application/json":
             # A form on a web page cannot send this type without asking first.
-            raise Refused(415, "send JSON, with the header Content-Type: application/json")
+            raise HttpError(415, "send JSON, with the header Content-Type: application/json")
         length = self.headers.get("Content-Length", "")
         if "Transfer-Encoding" in self.headers or not re.fullmatch(r"[0-9]{1,12}", length):
-            raise Refused(411, "send the body in one piece, with its Content-Length")
+            raise HttpError(411, "send the body in one piece, with its Content-Length")
         most = self.server.endpoint.most_bytes
         if int(length) > most:
-            raise Refused(413, f"the body must have at most {most:,} bytes, got {int(length):,}")
+            raise HttpError(413, f"the body must have at most {most:,} bytes, got {int(length):,}")
         return self._read(int(length))
 
     def _read(self, count: int) -> bytes:
@@ -442,7 +444,7 @@ class _Handler(QuietHandler):
             if not piece:
                 raise _DisconnectedError
             if time.monotonic() > deadline:
-                raise Refused(408, f"the body must arrive within {_BODY_SECONDS:g} seconds")
+                raise HttpError(408, f"the body must arrive within {_BODY_SECONDS:g} seconds")
             pieces.append(piece)
             count -= len(piece)
         return b"".join(pieces)
@@ -493,7 +495,7 @@ def _decoded(raw: bytes) -> object:
         row: object = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
-        raise Refused(400, f"the body must be JSON ({reason:.200})") from error
+        raise HttpError(400, f"the body must be JSON ({reason:.200})") from error
     return row
 
 

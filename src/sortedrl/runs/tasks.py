@@ -86,8 +86,8 @@ def training_tasks(
     held_out = [_with_reward(settings, spec, reward, split="test") for spec in tasks]
     task = _without_shared_rows(task, held_out, settings.evaluation)
     function = task.reward.function
-    return _with_options(task, options), [
-        _with_options(other, options) if other.reward.function == function else other
+    return with_options(task, options), [
+        with_options(other, options) if other.reward.function == function else other
         for other in held_out
     ]
 
@@ -145,7 +145,8 @@ def _with_reward(
     return replace(task, name=Path(spec).stem) if is_input else task
 
 
-def _with_options(task: Task, options: Mapping[str, object]) -> Task:
+def with_options(task: Task, options: Mapping[str, object]) -> Task:
+    """The task with more keyword arguments of its reward."""
     reward = replace(task.reward, options={**task.reward.options, **options})
     return replace(task, reward=reward)
 

@@ -43,16 +43,8 @@ _MOST_SESSIONS = 65_536
 _SWEEP_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a turn has no answer: an HTTP status and a sentence."""
-
-    status: int
-    reason: str
-
-
-class Refused(SortedRLError):
-    """A turn or new weights that are not accepted."""
+class HttpError(SortedRLError):
+    """A turn or new weights that are not accepted, or fail: an HTTP status and a sentence."""
 
     def __init__(self, status: int, reason: str) -> None:
         """Keep the HTTP status; the message is the reason."""
@@ -70,11 +62,11 @@ class Turn:
     session_id: str | None = None
     done: threading.Event = field(default_factory=threading.Event)
     answer: Trajectory | None = None
-    failure: Failure | None = None
+    failure: HttpError | None = None
 
     def fail(self, status: int, reason: str) -> None:
         """End it without an answer."""
-        self.failure = Failure(status, reason)
+        self.failure = HttpError(status, reason)
         self.done.set()
 
 
@@ -136,7 +128,7 @@ class _Loading:
     label: str | None
     done: threading.Event = field(default_factory=threading.Event)
     loaded: Loaded | None = None
-    failure: Failure | None = None
+    failure: HttpError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,11 +367,13 @@ class TurnScheduler:
         self._require_acceptable(turn)
         with self._changed:
             if self._is_closing:
-                raise Refused(503, "the server is stopping")
+                raise HttpError(503, "the server is stopping")
             written = sum(not active.is_cancelled for active in self._running.values())
             free = self._engine.slots - written
             if len(self._waiting) >= self._queue + free:
-                raise Refused(503, f"{self._queue} turns already wait for a slot; try again later")
+                raise HttpError(
+                    503, f"{self._queue} turns already wait for a slot; try again later"
+                )
             number = self._num_turns
             seed = mix(self._seed, number) if turn.seed is None else turn.seed
             prompt = Prompt(id=number, tokens=turn.tokens)
@@ -418,13 +412,13 @@ class TurnScheduler:
         loading = _Loading(tensors, label)
         with self._changed:
             if self._is_closing:
-                raise Refused(503, "the server is stopping")
+                raise HttpError(503, "the server is stopping")
             self._loading.append(loading)
             self._changed.notify_all()
         loading.done.wait()
         if loading.loaded is None:
             assert loading.failure is not None
-            raise Refused(loading.failure.status, loading.failure.reason)
+            raise loading.failure
         return loading.loaded
 
     def close(self) -> None:
@@ -481,9 +475,9 @@ class TurnScheduler:
         try:
             self._engine.load_weights(Weights(version, loading.tensors))
         except ModelError as error:
-            loading.failure = Failure(400, str(error))
+            loading.failure = HttpError(400, str(error))
         except BaseException as error:
-            loading.failure = Failure(500, f"the engine failed ({type(error).__name__})")
+            loading.failure = HttpError(500, f"the engine failed ({type(error).__name__})")
             loading.done.set()
             raise
         with self._changed:
@@ -579,7 +573,7 @@ class TurnScheduler:
                 active.turn.fail(status, reason)
             self._waiting.clear()
             for loading in self._loading:
-                loading.failure = Failure(status, reason)
+                loading.failure = HttpError(status, reason)
                 loading.done.set()
             self._loading.clear()
 
@@ -593,7 +587,7 @@ class TurnScheduler:
                     [fresh], tolerance=None, sampling=turn.sampling, version=self._engine.version
                 )
         except RequestError as error:
-            raise Refused(400, str(error)) from error
+            raise HttpError(400, str(error)) from error
 
     def _session(self, name: str | None) -> _Session:
         """The session of this name, or a new one; the last one seen stands at the end."""

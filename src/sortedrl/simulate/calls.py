@@ -5,7 +5,7 @@ They do the same as the commands of these names, with the same presets, files an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -109,16 +109,23 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """A table, as notebooks show it."""
-        head = "".join(f"<th>{name}</th>" for name in _COLUMNS.values())
-        body = "".join(
-            "<tr>" + "".join(f"<td>{_cell(found[name])}</td>" for name in _COLUMNS) + "</tr>"
-            for found in self.rows
+        return html_table(
+            list(_COLUMNS.values()),
+            [[_cell(found[name]) for name in _COLUMNS] for found in self.rows],
         )
-        return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def html_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A plain table for a notebook."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def _cell(value: object) -> str:
-    return f"{value:,.3g}" if isinstance(value, float) else escape(str(value))
+    return f"{value:,.3g}" if isinstance(value, float) else str(value)
 
 
 def _given(values: Mapping[str, object]) -> dict[str, object]:

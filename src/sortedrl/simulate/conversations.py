@@ -66,7 +66,6 @@ class ConversationSettings:
     """Lock step only: tools run one at a time."""
 
     def __post_init__(self) -> None:
-        """Validate the values."""
         check_values(self, "conversations.")
         require(
             self.turns == 0 or 1 <= self.turns <= _MOST_TURNS,
@@ -226,7 +225,6 @@ class SimulatedEnvironments:
     def __init__(
         self, conversations: Conversations, *, limit: int | None, clock: VirtualClock
     ) -> None:
-        """Start without conversations."""
         self.limit = limit
         self.conversations = conversations
         self._clock = clock

@@ -39,7 +39,6 @@ class Costs:
     """Added to an update for each answer token."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_values(self, "costs.")
         require(
             self.step_seconds + self.sequence_seconds > 0,
@@ -263,7 +262,6 @@ class CostSettings:
     """Seconds added to an update for each answer token."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         require(self.hardware in HARDWARE, unknown_name("hardware", self.hardware, HARDWARE))
         self.costs()
 

@@ -36,11 +36,9 @@ class Zeros(Sequence[float]):
     __slots__ = ("_length",)
 
     def __init__(self, length: int) -> None:
-        """That many zeros."""
         self._length = length
 
     def __len__(self) -> int:
-        """How many."""
         return self._length
 
     @overload
@@ -352,7 +350,6 @@ class SimulatedTrainer:
     """Counts versions and advances the clock."""
 
     def __init__(self, *, costs: Costs, clock: VirtualClock) -> None:
-        """At version 0."""
         self.version = 0
         self._costs = costs
         self._clock = clock

@@ -43,7 +43,7 @@ def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
     """Fit the constants; `name` is the name of the log in errors."""
     known = list(events)
     watch = _EquationBuilder(
-        _kept(known), has_landings=any(isinstance(event, Landed) for event in known)
+        _kept(known), is_overlapped=any(isinstance(event, Landed) for event in known)
     )
     for event in known:
         watch(event)
@@ -81,9 +81,9 @@ def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
 class _EquationBuilder:
     """Turns events into equations."""
 
-    def __init__(self, kept: Iterator[int], *, has_landings: bool) -> None:
+    def __init__(self, kept: Iterator[int], *, is_overlapped: bool) -> None:
         self._kept = kept
-        self._has_landings = has_landings
+        self._is_overlapped = is_overlapped
         self._given_tokens = 0.0
         self.rows: list[tuple[float, ...]] = []
         self.seconds: list[float] = []
@@ -109,7 +109,7 @@ class _EquationBuilder:
             self._interval(event)
         elif isinstance(event, Update):
             self._given_tokens = float(sum(trained.tokens for trained in event.trained))
-            if not self._has_landings:
+            if not self._is_overlapped:
                 self.updates.append((self._given_tokens, event.took_seconds))
         elif isinstance(event, Landed):
             self.updates.append((self._given_tokens, event.took_seconds))

@@ -211,7 +211,6 @@ class LengthSettings:
     prompt). fresh: redrawn from the mismatch on (worst case: it shortens answers)."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_values(self, "lengths.")
         given = [bool(self.components), bool(self.values), self.length_file is not None]
         require(

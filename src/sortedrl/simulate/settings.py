@@ -80,7 +80,6 @@ class PoolSettings:
     """Seconds before the first byte of a transfer arrives."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_values(self, "pool.")
 
     def shares(self, slots: int) -> list[int]:
@@ -147,7 +146,6 @@ class Simulation:
     conversations: ConversationSettings = field(default_factory=ConversationSettings)
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_values(self)
         require(
             self.pool.engines <= self.engine.slots,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from sortedrl.config.parsing import nested, replaced
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.events import Event, Landed
 from sortedrl.core.meter import measure
@@ -28,7 +28,7 @@ from sortedrl.report.advice.rules import (
 from sortedrl.report.advice.simulation import (
     FittedRun,
     Forecast,
-    Idle,
+    IdleSlots,
     ObservedAnswers,
     fitted_run,
     forecast,
@@ -62,7 +62,7 @@ class Diagnosis:
     measured: Forecast | None = None
     predicted: Forecast | None = None
     """The run's own schedule, simulated up to the end of the log; compare with `measured`."""
-    idle: Idle = field(default_factory=Idle)
+    idle: IdleSlots = field(default_factory=IdleSlots)
     advice: tuple[Advice, ...] = ()
     """In order: fixes for learning, then by gain, then advice without a prediction."""
     notes: tuple[str, ...] = ()
@@ -318,7 +318,7 @@ class Forecaster:
     def _try(self, proposal: Proposal, changes: Changes) -> Advice | None:
         """Advice for one set of changes; `None` if they conflict with other settings."""
         try:
-            simulation = changed(self._simulation, changes)
+            simulation = replaced(self._simulation, nested(changes))
         except ConfigError:
             return None
         key = (simulation.schedule, simulation.engine)
@@ -345,19 +345,6 @@ class Forecaster:
 
     def _simulated(self, simulation: Simulation) -> Forecast:
         return simulated(simulation, trajectories=self._trajectories)
-
-
-def changed(simulation: Simulation, changes: Changes) -> Simulation:
-    """Replace dotted settings of schedule and engine."""
-    parts: dict[str, dict[str, Any]] = {"schedule": {}, "engine": {}}
-    for name, value in changes.items():
-        section, _, setting = name.partition(".")
-        parts[section][setting] = value
-    return replace(
-        simulation,
-        schedule=replace(simulation.schedule, **parts["schedule"]),
-        engine=replace(simulation.engine, **parts["engine"]),
-    )
 
 
 def _written(changes: Changes) -> str:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from sortedrl.config.schedule import EngineSettings, ModeName, Schedule
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.advice.simulation import Forecast, Idle
+from sortedrl.report.advice.simulation import Forecast, IdleSlots
 
 Changes = Mapping[str, object]
 """Settings by dotted name; `None` removes a setting."""
@@ -53,7 +53,7 @@ class Findings:
     engine: EngineSettings
     measured: Forecast
     discarded_per_trained: float
-    idle: Idle
+    idle: IdleSlots
     num_prompts: int
     is_group_known: bool
     """Whether `schedule.group_prompts` is known rather than guessed."""

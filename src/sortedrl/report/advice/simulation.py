@@ -158,7 +158,7 @@ class _AnswerCounter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Idle:
+class IdleSlots:
     """Idle slot-seconds of the rollout by kind, and slot occupancy."""
 
     tail: float = 0.0
@@ -186,7 +186,7 @@ class Idle:
         return self.full_seconds / self.rollout_seconds if self.rollout_seconds else 0.0
 
 
-def idle(events: Iterable[Event]) -> Idle:
+def idle(events: Iterable[Event]) -> IdleSlots:
     """The idle slot-seconds of a log."""
     slots, now = 1, None
     running = waiting = peak = 0
@@ -215,7 +215,7 @@ def idle(events: Iterable[Event]) -> Idle:
             waiting += 1
         is_ended = isinstance(event, End)
     before_end = tail_at_last_load if is_ended else tail
-    return Idle(
+    return IdleSlots(
         tail=before_end,
         ending=tail - before_end,
         elsewhere=elsewhere,

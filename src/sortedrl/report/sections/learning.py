@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from statistics import fmean
 
 from sortedrl.core.files import LoggedAnswer
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.svg import NARROW, SERIES, short
+from sortedrl.report.charts.svg import NARROW, SERIES, neighbours, short
 from sortedrl.report.html import (
     characters_each,
     escape,
@@ -239,10 +238,9 @@ def _evenly(answers: Sequence[LoggedAnswer], count: int) -> list[LoggedAnswer]:
     The answers of an update are sorted by length, so the position inside an interval varies to
     avoid picking the same length every time.
     """
-    edges = [place * len(answers) // count for place in range(count + 1)] if count else []
     return [
-        answers[start + int(place * _GOLDEN % 1 * (end - start))]
-        for place, (start, end) in enumerate(pairwise(edges))
+        part[int(place * _GOLDEN % 1 * len(part))]
+        for place, (_, part) in enumerate(neighbours(answers, most=count))
     ]
 
 

@@ -265,17 +265,17 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Equality:
     """Whether the two are equal, and whether math-verify could parse the gold."""
 
     is_equal: bool
     is_gold_read: bool = True
 
 
-_EQUAL, _UNEQUAL = Verdict(True), Verdict(False)
+_EQUAL, _UNEQUAL = Equality(True), Equality(False)
 
 
-def compare(gold: str, answer: str, rules: Rules) -> Verdict:
+def compare(gold: str, answer: str, rules: Rules) -> Equality:
     """Whether the answer is equal to the gold."""
     wanted, given = tidied(gold), tidied(answer)
     if folded(wanted) == folded(given):
@@ -283,7 +283,7 @@ def compare(gold: str, answer: str, rules: Rules) -> Verdict:
     if is_too_deep(given) or is_too_deep(wanted):
         return _UNEQUAL
     if _is_empty(wanted):
-        return Verdict(_is_empty(given) or folded(given) in (r"\phi", r"\Phi"))
+        return Equality(_is_empty(given) or folded(given) in (r"\phi", r"\Phi"))
     given = _without_label(wanted, given)
     is_read = True
     for golds in _readings(wanted, is_gold=True):
@@ -292,10 +292,10 @@ def compare(gold: str, answer: str, rules: Rules) -> Verdict:
             if verdict.is_equal:
                 return verdict
             is_read = is_read and verdict.is_gold_read
-    return Verdict(False, is_read)
+    return Equality(False, is_read)
 
 
-def compare_all(golds: list[str], answers: list[str], rules: Rules) -> Verdict:
+def compare_all(golds: list[str], answers: list[str], rules: Rules) -> Equality:
     """Whether the parts of gold and answer match one to one, in any order."""
     wanted = [part for gold in golds for part in parts(tidied(gold))]
     tidy = [tidied(answer) for answer in answers]
@@ -307,7 +307,7 @@ def compare_all(golds: list[str], answers: list[str], rules: Rules) -> Verdict:
         if verdict.is_equal:
             return verdict
         is_read = is_read and verdict.is_gold_read
-    return Verdict(False, is_read)
+    return Equality(False, is_read)
 
 
 def num_parts(gold: str) -> int:
@@ -347,7 +347,7 @@ def _without_label(wanted: str, given: str) -> str:
     return rest if rest and label["letter"] and _ANY_LABEL.match(rest) is None else given
 
 
-def _compare_lists(golds: list[str], answers: list[str], rules: Rules) -> Verdict:
+def _compare_lists(golds: list[str], answers: list[str], rules: Rules) -> Equality:
     if len(golds) == len(answers) == 1:
         return _compare_one(golds[0], answers[0], rules)
     if len(golds) == 1:
@@ -361,7 +361,7 @@ def _compare_lists(golds: list[str], answers: list[str], rules: Rules) -> Verdic
     return _compare_in_any_order(golds, answers, rules)
 
 
-def _compare_in_any_order(golds: list[str], answers: list[str], rules: Rules) -> Verdict:
+def _compare_in_any_order(golds: list[str], answers: list[str], rules: Rules) -> Equality:
     if not 1 <= len(golds) == len(answers) <= _MOST_PARTS:
         return _UNEQUAL
     left = list(answers)
@@ -374,11 +374,11 @@ def _compare_in_any_order(golds: list[str], answers: list[str], rules: Rules) ->
                 left.remove(answer)
                 break
         else:
-            return Verdict(False, is_read)
+            return Equality(False, is_read)
     return _EQUAL
 
 
-def _compare_in_order(golds: list[str], answers: list[str], rules: Rules) -> Verdict:
+def _compare_in_order(golds: list[str], answers: list[str], rules: Rules) -> Equality:
     if len(golds) != len(answers):
         return _UNEQUAL
     for gold, answer in zip(golds, answers, strict=True):
@@ -388,7 +388,7 @@ def _compare_in_order(golds: list[str], answers: list[str], rules: Rules) -> Ver
     return _EQUAL
 
 
-def _compare_one(gold: str, answer: str, rules: Rules) -> Verdict:
+def _compare_one(gold: str, answer: str, rules: Rules) -> Equality:
     """Compare single values."""
     if folded(gold) == folded(answer):
         return _EQUAL
@@ -409,7 +409,7 @@ def _compare_one(gold: str, answer: str, rules: Rules) -> Verdict:
     return _compare_values(wanted[-1], given[-1], rules)
 
 
-def _compare_values(gold: str, answer: str, rules: Rules) -> Verdict:
+def _compare_values(gold: str, answer: str, rules: Rules) -> Equality:
     """Compare values that are neither lists nor numbers."""
     if folded(gold) == folded(answer):
         return _EQUAL
@@ -420,7 +420,7 @@ def _compare_values(gold: str, answer: str, rules: Rules) -> Verdict:
             return _UNEQUAL
     in_base = _IN_BASE.fullmatch(folded(gold))
     if in_base is not None:
-        return Verdict(folded(answer) == in_base["digits"])
+        return Equality(folded(answer) == in_base["digits"])
     inside, other = bracketed(gold), bracketed(answer)
     if inside is not None and other is not None:
         if inside[0] != other[0] and len(inside[1]) == 2:
@@ -431,14 +431,14 @@ def _compare_values(gold: str, answer: str, rules: Rules) -> Verdict:
 
 def _compare_numbers(
     golds: list[str], known: list[Numeral], answers: list[str], rules: Rules
-) -> Verdict:
+) -> Equality:
     """Whether the answer is the number, also in a chain of equal numbers."""
     read = [numeral(answer) for answer in answers]
     if rules.allow_unevaluated and read[-1] is None:
         # The library compares decimals after the point: a small gold needs more of them.
         value = known[-1].value
         decimals = 6 + (max(0, -_magnitude(value)) if value else 0)
-        return Verdict(same_formula(golds[-1], answers[-1], decimals=decimals) is True)
+        return Equality(same_formula(golds[-1], answers[-1], decimals=decimals) is True)
     is_worked_out = False
     for number, answer in zip(read, answers, strict=True):
         if number is None:
@@ -452,7 +452,7 @@ def _compare_numbers(
             return _UNEQUAL
         if not any(_restates(text, number, answer, rules) for text in met):
             is_worked_out = True
-    return Verdict(is_worked_out)
+    return Equality(is_worked_out)
 
 
 def _restates(wanted: str, number: Numeral, answer: str, rules: Rules) -> bool:
@@ -467,7 +467,7 @@ def _restates(wanted: str, number: Numeral, answer: str, rules: Rules) -> bool:
     return _is_copied(answer, rules) and not _is_copied(wanted, rules)
 
 
-def _compare_formulas(gold: str, answer: str, rules: Rules) -> Verdict:
+def _compare_formulas(gold: str, answer: str, rules: Rules) -> Equality:
     if not rules.allow_unevaluated:
         # What a sine or a sum comes out to may have roots.
         allowed = unevaluated(gold)
@@ -476,7 +476,7 @@ def _compare_formulas(gold: str, answer: str, rules: Rules) -> Verdict:
         if _is_copied(answer, rules):
             return _UNEQUAL
     is_equal = same_formula(gold, answer, decimals=6)
-    return Verdict(False, is_gold_read=False) if is_equal is None else Verdict(is_equal)
+    return Equality(False, is_gold_read=False) if is_equal is None else Equality(is_equal)
 
 
 def _is_copied(text: str, rules: Rules) -> bool:

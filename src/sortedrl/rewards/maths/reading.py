@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
-from sortedrl.rewards.tags import conclusion
-
 _BOX_TOKEN = re.compile(
     r"(?P<box>\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*+(?P<brace>\{)?)"
     r"|\\\\(?!boxed|fbox|framebox)"  # a line break: the brace after it is a real one
@@ -46,8 +44,8 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer of a response."""
+class BoxedAnswer:
+    """The answer in a text."""
 
     joined: tuple[str, ...]
     """The contents of the last complete box and of those before it, as long as only commas,
@@ -61,9 +59,7 @@ class Answer:
         return self.joined[-1]
 
 
-def boxed_answer(
-    response: str, *, after_thoughts: bool = True, is_prefilled: bool = False
-) -> str | None:
+def boxed_answer(text: str) -> str | None:
     r"""The content of the last complete box; `None` if there is none.
 
     >>> boxed_answer(r"so \boxed{\frac{1}{2}}.")
@@ -71,26 +67,18 @@ def boxed_answer(
     >>> boxed_answer(r"so \boxed{\frac{1}{2}") is None
     True
     """
-    answer = read_answer(response, after_thoughts=after_thoughts, is_prefilled=is_prefilled)
+    answer = read_answer(text)
     return None if answer is None else answer.last
 
 
-def read_answer(
-    response: str, *, after_thoughts: bool = True, is_prefilled: bool = False
-) -> Answer | None:
-    """The boxes at the end of a response; `None` if there is none.
-
-    Only text after the thoughts counts, and thoughts that never end contain no answer;
-    `is_prefilled` means that the prompt ends in `<think>`. With `after_thoughts` off, all text
-    counts.
-    """
-    text = conclusion(response, is_prefilled=is_prefilled) if after_thoughts else response
+def read_answer(text: str) -> BoxedAnswer | None:
+    """The boxes at the end of a text; `None` if there is none."""
     boxes = _boxes(text)
     if not boxes:
         return None
     gaps = [text[one.end : other.start] for one, other in pairwise(boxes)]
     contents = tuple(text[box.inner].strip() for box in boxes)
-    return Answer(
+    return BoxedAnswer(
         joined=contents[-1 - _num_last(gaps, _is_separator) :],
         near=contents[-1 - _num_last(gaps, lambda gap: len(gap) <= _GREATEST_GAP) :],
     )

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from sortedrl.rewards.maths.equality import Rules, Verdict, compare, compare_all, num_parts
+from sortedrl.rewards.maths.equality import Equality, Rules, compare, compare_all, num_parts
 from sortedrl.rewards.maths.numbers import last_number as number_at_end
-from sortedrl.rewards.maths.reading import Answer, has_box, read_answer, tidied
+from sortedrl.rewards.maths.reading import BoxedAnswer, has_box, read_answer, tidied
 from sortedrl.rewards.pool.score import NoScoreError
 from sortedrl.rewards.tags import conclusion, starts_in_thoughts
 from sortedrl.types import Prompt
@@ -63,10 +63,10 @@ def math_reward(
     rules = _rules(prompt, relative_error=relative_error, allow_unevaluated=allow_unevaluated)
     is_prefilled = starts_in_thoughts(prompt)
     text = conclusion(response, is_prefilled=is_prefilled) if after_thoughts else response
-    answer = read_answer(text, after_thoughts=False)
+    answer = read_answer(text)
     if answer is None and last_number and not has_box(text):
         number = number_at_end(text)
-        answer = None if number is None else Answer((number,), (number,))
+        answer = None if number is None else BoxedAnswer((number,), (number,))
     if answer is None or not answer.last:
         return {"reward": no_answer, "correct": 0.0, "answered": 0.0}
     verdicts = []
@@ -89,7 +89,7 @@ def lowest_math_reward(options: Mapping[str, float]) -> float:
     return min(options[grade] for grade in ("right", "wrong", "no_answer"))
 
 
-def _compare(gold: str | list[str], answer: Answer, rules: Rules) -> Verdict:
+def _compare(gold: str | list[str], answer: BoxedAnswer, rules: Rules) -> Equality:
     """Compare with the last box, or with several.
 
     A list may be given in boxes that are near each other. If the gold is one value, boxes joined
@@ -99,15 +99,15 @@ def _compare(gold: str | list[str], answer: Answer, rules: Rules) -> Verdict:
     if len(golds) == 1 and num_parts(golds[0]) == 1:
         boxes = list(dict.fromkeys(answer.joined))
         if _is_too_long(boxes):
-            return Verdict(False)
+            return Equality(False)
         verdicts = [compare(golds[0], box, rules) for box in boxes]
-        return Verdict(
+        return Equality(
             all(verdict.is_equal for verdict in verdicts),
             all(verdict.is_gold_read for verdict in verdicts),
         )
     boxes = list(answer.near) if num_parts(answer.last) == 1 else [answer.last]
     if _is_too_long(boxes):
-        return Verdict(False)
+        return Equality(False)
     if len(golds) == len(boxes) == 1:
         return compare(golds[0], boxes[0], rules)
     verdict = compare_all(golds, boxes, rules)

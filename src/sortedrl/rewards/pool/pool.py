@@ -131,11 +131,6 @@ class RewardPool:
             return self.settings.failure_reward
         return min(0.0, self._lowest if self._lowest is not None else 0.0)
 
-    @property
-    def num_open(self) -> int:
-        """Answers that are submitted and not done yet."""
-        return len(self._open)
-
     def close(self) -> None:
         """Stop the workers; unfinished answers are dropped."""
         self._supervisor.close()

@@ -49,7 +49,6 @@ class Expected:
     """Observed conversations, in place of these three and of the mean length."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible values."""
         counts = {"rows": self.rows, "prompt-tokens": self.prompt_tokens, "turns": self.turns}
         for name, value in counts.items():
             require(value is None or value >= 1, f"--{name} must be at least 1, got {value}")

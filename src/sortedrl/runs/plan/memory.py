@@ -23,9 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sortedrl.runs.plan.cards import BLOCK_TOKENS, Demand, Precision
-
-__all__ = ["BLOCK_TOKENS", "Demand", "MemoryPlan", "Parts", "Precision", "planned"]
+from sortedrl.runs.plan.cards import Demand
 
 _FULL, _MOMENTS, _GRADIENT = 4, 8, 4
 # A code each, and an fp32 scale for 256 of them.

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 
-from sortedrl.config.parsing import replaced, toml_value
+from sortedrl.config.parsing import nested, replaced, toml_value
 from sortedrl.config.schedule import Schedule
 from sortedrl.config.train import TrainSettings
 from sortedrl.errors import ConfigError
+from sortedrl.evaluation.tables import several
 from sortedrl.models.shape import Shape
 from sortedrl.runs.plan.cards import Card, Demand
 from sortedrl.runs.plan.memory import MemoryPlan, planned
@@ -67,7 +68,7 @@ def refuse_too_big(
     demand = plan.demand
     why = (
         f" (a pass holds the {demand.sequence_tokens:,} tokens of the longest prompt and answer, "
-        f"which is never cut, whatever passes.micro_batch_tokens {demand.pass_tokens:,} says)"
+        f"which is never split, so passes.micro_batch_tokens {demand.pass_tokens:,} does not help)"
         if demand.sequence_tokens > demand.pass_tokens
         else ""
     )
@@ -231,12 +232,8 @@ def _is_accepted(settings: TrainSettings | None, before: Demand, after: Demand) 
     """Whether `train` would run the settings with these changes."""
     if settings is None:
         return True
-    values: dict[str, dict[str, object]] = {}
-    for key, value in _changed_settings(before, after).items():
-        section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = value
     try:
-        replaced(settings, values)
+        replaced(settings, nested(_changed_settings(before, after)))
     except ConfigError:
         return False
     return True
@@ -384,13 +381,13 @@ def _device_line(plan: RunPlan) -> str:
 
 def _cluster_lines(plan: RunPlan) -> list[str]:
     demand, cluster = plan.memory.demand, plan.memory.demand.cluster
-    workers = _number(cluster.num_workers, "rollout worker")
-    ranks = _number(cluster.trainer_ranks, "trainer rank")
+    workers = several(cluster.num_workers, "rollout worker")
+    ranks = several(cluster.trainer_ranks, "trainer rank")
     if not cluster.trainer_ranks:
         ranks = "the trainer in the controller's process"
     if not demand.is_gpu:
         return [f"cluster    {workers} and {ranks}, planned as all on this machine"]
-    on = _number(cluster.tensor_parallel, "GPU") + (" each" if cluster.num_workers > 1 else "")
+    on = several(cluster.tensor_parallel, "GPU") + (" each" if cluster.num_workers > 1 else "")
     shared = (
         f"{ranks} on others; below is what one GPU of each kind holds"
         if demand.is_separated
@@ -435,7 +432,7 @@ def _memory_lines(plan: RunPlan) -> list[str]:
         least = size(memory.least)
         rows.append(("all", memory.total, f"at least {least}, with the smallest cache"))
     if memory.host_bytes:
-        when = "" if demand.optimiser_state == "offload" else ", while engines write"
+        when = "" if demand.optimiser_state == "offload" else ", while engines generate"
         rows.append(("main memory", memory.host_bytes, f"masters and moments, pinned{when}"))
     return [f"{name:<11} {size(num_bytes):>11}  {note}" for name, num_bytes, note in rows]
 
@@ -487,7 +484,7 @@ def _course_lines(schedule: Schedule, course: SchedulePlan) -> list[str]:
 def _rounds_text(bound: int | None) -> str:
     if bound is None:
         return "none on how long a prompt waits for its update"
-    return f"every prompt is trained within {_number(bound, 'round')} of its group's loading"
+    return f"every prompt is trained within {several(bound, 'round')} of its group's loading"
 
 
 def _stale_text(bound: int | None) -> str:
@@ -495,11 +492,7 @@ def _stale_text(bound: int | None) -> str:
         return "none on how old a token is when it is trained on"
     if bound == 0:
         return "no token is stale"
-    return f"no token is more than {_number(bound, 'version')} old"
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    return f"no token is more than {several(bound, 'version')} old"
 
 
 def _prediction_lines(prediction: Prediction, slots: int) -> list[str]:

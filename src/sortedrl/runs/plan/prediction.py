@@ -23,7 +23,7 @@ from sortedrl.types import Prompt
 
 _MOST_GROUPS, _MOST_GROUPS_OF_SEVERAL = 4, 16
 _MOST_TRAJECTORIES = 16384
-_GUESSED_SHARE = 1097 / 8192
+_GUESSED_SHARE, _SIGMA = 1097 / 8192, 1.0
 _SAMPLE = 1024
 _FORWARD, _BACKWARD, _BACKWARD_ADAPTERS = 2, 4, 2
 
@@ -94,12 +94,12 @@ class Prediction:
 
 
 def guessed_lengths(
-    max_tokens: int, *, mean: float | None = None, sigma: float = 1.0, prompt_tokens: int = 256
+    max_tokens: int, *, mean: float | None = None, prompt_tokens: int = 256
 ) -> LengthSettings:
     """A long-tailed guess: lognormal with this mean, or as far below the limit as the paper's."""
     require(mean is None or mean > 0, f"the mean length must be positive, got {mean}")
-    median = _GUESSED_SHARE * max_tokens if mean is None else mean / math.exp(sigma**2 / 2)
-    return LengthSettings(median=max(1.0, median), sigma=sigma, prompt_tokens=prompt_tokens)
+    median = _GUESSED_SHARE * max_tokens if mean is None else mean / math.exp(_SIGMA**2 / 2)
+    return LengthSettings(median=max(1.0, median), sigma=_SIGMA, prompt_tokens=prompt_tokens)
 
 
 def predict(
