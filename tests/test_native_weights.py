@@ -139,7 +139,7 @@ def arriving(model, *, names=None, breaks=False):
 def test_weights_that_arrive_are_copied_one_by_one_and_never_kept_together():
     theirs = tiny_model(seed=1)
     engine = NativeEngine(tiny_model(), slots=4, max_tokens=12)
-    engine.load_weights(Weights(1, arriving(theirs)))
+    engine.load_weights(Weights(1, arriving(theirs), is_streamed=True))
     expected = roll_out(NativeEngine(theirs, slots=4, max_tokens=12), fresh_all((3, 9, 20)))
     assert list(map(answer, roll_out(engine, fresh_all((3, 9, 20))))) == list(map(answer, expected))
 
@@ -158,14 +158,14 @@ def test_an_engine_with_some_of_its_new_weights_loses_no_answer_and_writes_none(
     engine.submit(work, tolerance=None)
     done = [*engine.step().finished, *engine.step().finished]
     with pytest.raises(error):
-        engine.load_weights(Weights(1, arriving(theirs, **given)))
+        engine.load_weights(Weights(1, arriving(theirs, **given), is_streamed=True))
     assert engine.version == 0
     with pytest.raises(EngineError, match="only some of its new weights"):
         engine.step()
     stopped = engine.interrupt()
     assert sorted(t.key for t in (*done, *stopped)) == [t.key for t in work]
     assert any(t.num_tokens for t in stopped)
-    engine.load_weights(Weights(1, arriving(theirs)))
+    engine.load_weights(Weights(1, arriving(theirs), is_streamed=True))
     expected = roll_out(NativeEngine(theirs, slots=2, max_tokens=12), work)
     assert list(map(answer, roll_out(engine, work))) == list(map(answer, expected))
 

@@ -140,7 +140,7 @@ def test_weights_that_arrive_in_memory_that_was_freed_are_not_taken_for_tied_one
             del tensor
 
     found = {}
-    weights = Weights(1, ReceivedWeights(arriving()))
+    weights = Weights(1, ReceivedWeights(arriving()), is_streamed=True)
     for bucket in weight_buckets(weights, bucket_bytes=4000):
         found |= {name: float(tensor[0]) for name, tensor in bucket.items()}
         del bucket
@@ -161,7 +161,7 @@ def test_a_bucket_is_not_held_while_the_next_one_is_filled(monkeypatch):
 
     async def run():
         backend = VllmProcess(FakeVllm(), name="vLLM", slots=2)
-        await backend.load_weights(Weights(1, ReceivedWeights(arriving())))
+        await backend.load_weights(Weights(1, ReceivedWeights(arriving()), is_streamed=True))
         await backend.close()
 
     asyncio.run(run())

@@ -235,6 +235,8 @@ class Weights:
 
     version: int
     tensors: Mapping[str, object] | None = None
+    is_streamed: bool = False
+    """Whether the tensors are received or made one by one, as they are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -358,7 +358,8 @@ class RolloutWorker:
         tensors: Mapping[str, Tensor] | None = received
         if received is not None and self._merge is not None:
             tensors = self._merge(dict(received.items()))
-        self._driver.call(lambda: engine.load_weights(Weights(version, tensors)))
+        weights = Weights(version, tensors, is_streamed=True)
+        self._driver.call(lambda: engine.load_weights(weights))
         seconds = perf_counter() - start
         fetched = 0.0 if received is None else received.seconds
         return WeightLoad(

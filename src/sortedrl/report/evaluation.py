@@ -49,6 +49,7 @@ from sortedrl.report.html import (
     characters_each,
     data_script,
     escape,
+    figure,
     page,
     prose,
     script,
@@ -143,7 +144,7 @@ def _compared(comparison: Comparison) -> str:
     caption = f"{comparison.before} and {comparison.after}, on the same prompts"
     passes = pass_table(comparison)
     more = _nested(passes, caption="Changes of pass@k in percentage points") if passes[1] else ""
-    changes = _figure(
+    changes = figure(
         "Change in percentage points, with 95 % intervals",
         change_marks(groups, label="Changes in accuracy"),
     )
@@ -199,14 +200,14 @@ def _level_figure(task: str, summaries: Sequence[Summary]) -> Iterator[str]:
     if by_level:
         groups = [Group(name=name, rates=rates) for name, rates in by_level.items()]
         picture = rate_bars(groups, label=f"Accuracy by level in {task}")
-        yield _figure("Accuracy by level, with 95 % intervals", picture)
+        yield figure("Accuracy by level, with 95 % intervals", picture)
 
 
 def _pass_figure(task: str, summaries: Sequence[Summary]) -> Iterator[str]:
     curves = [part.passes for summary in summaries for part in summary.tasks if part.task == task]
     if max(k for curve in curves for k in curve) > 1:
         picture = pass_curves(curves, label=f"pass@k in {task}")
-        yield _figure("pass@k: at least one of k answers is right", picture)
+        yield figure("pass@k: at least one of k answers is right", picture)
 
 
 def _length_figures(task: str, evaluations: Sequence[Evaluation]) -> Iterator[str]:
@@ -215,7 +216,7 @@ def _length_figures(task: str, evaluations: Sequence[Evaluation]) -> Iterator[st
     pictures = length_histograms([side for _, side in answering], label=f"Lengths in {task}")
     for (label, _), picture in zip(answering, pictures, strict=True):
         whose = f", {label}" if len(evaluations) > 1 else ""
-        yield _figure(f"Length of right and wrong answers{whose}", picture)
+        yield figure(f"Length of right and wrong answers{whose}", picture)
 
 
 def _browser(evaluations: Sequence[Evaluation], *, num_shown: int) -> str:
@@ -284,10 +285,6 @@ def _settings(evaluations: Sequence[Evaluation]) -> str:
         )
         lists += f"<h3>{escape(evaluation.label)}</h3><dl>{entries}</dl>" if entries else ""
     return f"<section><h2>Settings</h2>{lists}</section>" if lists else ""
-
-
-def _figure(caption: str, picture: str) -> str:
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{picture}</figure>"
 
 
 def _key(evaluations: Sequence[Evaluation]) -> str:

@@ -230,19 +230,14 @@ def checked_weights(model: nn.Module, tensors: Mapping[str, object]) -> dict[str
 
 
 def copy_weights(model: nn.Module, tensors: Mapping[str, object]) -> None:
-    """Copy named tensors into a model's parameters; a dict is copied only if all of them fit.
+    """Copy named tensors into a model's parameters, each as it is read.
 
-    Other mappings create or receive tensors on access. Each is copied as it arrives, so only one at
-    a time is in memory, and a failure leaves the model with some of them.
+    Of streamed tensors only one at a time is in memory. One that does not fit leaves the model with
+    those before it.
     """
-    fitting = (
-        checked_weights(model, tensors).items()
-        if isinstance(tensors, dict)
-        else _fitting(model, tensors)
-    )
     own = dict(model.named_parameters())
     with torch.no_grad():
-        for name, tensor in fitting:
+        for name, tensor in _fitting(model, tensors):
             own[name].copy_(tensor)
 
 

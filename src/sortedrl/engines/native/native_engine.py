@@ -253,13 +253,13 @@ class NativeEngine:
         """Use these weights from now on; with shared weights nothing is copied.
 
         Running requests are stopped and queued again: their cached tokens are trusted or verified,
-        as they were submitted. A dict of weights that do not fit is refused without any change.
-        Loading weights that arrive one by one may fail in the middle: then nothing is generated
-        until all of them have been loaded.
+        as they were submitted. Weights that do not fit are refused without any change. Loading
+        streamed ones may fail in the middle: then nothing is generated until all of them have been
+        loaded.
         """
         self._require_open()
         model, tensors = self._hf_model.model, weights.tensors
-        if isinstance(tensors, dict):
+        if tensors is not None and not weights.is_streamed:
             tensors = checked_weights(model, tensors)
         stopped = [(request, request.result(self.version)) for request in self._stop()]
         try:
