@@ -728,8 +728,11 @@ def _place(settings: Settings) -> tuple[torch.dtype, str]:
     return (torch.float16, "cpu") if settings.cpu else (torch.bfloat16, "cuda")
 
 
-def measure(settings: Settings, results: Results) -> None:
-    """Measure within the time limit; the first model and attention first."""
+def measure(settings: Settings, results: Results, *, keep: Callable[[], None]) -> None:
+    """Measure within the time limit; the first model and attention first.
+
+    `keep` is called after every shape, in case the machine is lost.
+    """
     from engine_peers.models import copy_bandwidth
 
     until = time.monotonic() + settings.seconds
@@ -741,9 +744,11 @@ def measure(settings: Settings, results: Results) -> None:
             for shape in TOY if settings.cpu else shapes_of(model):
                 _say(f"{model}: {shape.name}, {shape.columns} x {shape.inputs}")
                 measure_shape(shape, settings, results, is_whole=place == 0, until=until)
+                keep()
             if place == 0 and settings.attention:
                 _say("attention")
                 measure_attention(settings, results, until=until)
+                keep()
 
 
 def main() -> None:
@@ -762,15 +767,21 @@ def main() -> None:
             results.compiled = compile_all(settings)
             _say(f"compiled in {time.monotonic() - began:.0f} s")
         if not settings.compile:
-            measure(settings, results)
+            measure(settings, results, keep=lambda: write(results, settings))
     finally:
-        if settings.out is not None:
-            from provenance import provenance
-
-            facts = provenance("cpu" if settings.cpu or settings.compile else "cuda")
-            facts |= {"settings": asdict(settings), **asdict(results)}
-            settings.out.write_text(json.dumps(facts, indent=1, default=str) + "\n")
+        write(results, settings)
     show(results, settings)
+
+
+def write(results: Results, settings: Settings) -> None:
+    """Write the results so far."""
+    from provenance import provenance
+
+    if settings.out is None:
+        return
+    facts = provenance("cpu" if settings.cpu or settings.compile else "cuda")
+    facts |= {"settings": asdict(settings), **asdict(results)}
+    settings.out.write_text(json.dumps(facts, indent=1, default=str) + "\n")
 
 
 def _say(text: str) -> None:

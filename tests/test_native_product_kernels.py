@@ -187,6 +187,27 @@ def test_the_benchmark_runs_on_toy_sizes(tmp_path):
     assert len(facts["attention"]) == 8
 
 
+def test_the_benchmark_keeps_what_it_has_after_every_shape(tmp_path, monkeypatch):
+    """A machine that is lent may take it away at any time."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import products
+
+    def measured(shape, settings, results, **_):
+        results.left_out.append(shape.name)
+
+    monkeypatch.setattr(products, "measure_shape", measured)
+    out = tmp_path / "products.json"
+    settings = products.Settings(cpu=True, attention=False, models=("llama-8b",), out=out)
+    results, kept = products.Results(), []
+
+    def keep():
+        products.write(results, settings)
+        kept.append(json.loads(out.read_text())["left_out"])
+
+    products.measure(settings, results, keep=keep)
+    assert kept == [results.left_out[: count + 1] for count in range(len(products.TOY))]
+
+
 _COMPILE = """
 import json
 from products import Shape, compiled_attention, compiled_product

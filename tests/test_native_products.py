@@ -1,6 +1,7 @@
 """Matrix products that depend on the number of rows are noticed and replaced, or reported."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,3 +215,21 @@ def test_a_product_of_ours_that_depends_on_the_rows_is_not_taken(caplog):
         )
     assert found == {}
     assert "keeping those of the library" in caplog.text
+
+
+def test_the_benchmark_of_the_engine_notes_the_products(monkeypatch):
+    """Its numbers mean something else with other products."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    from engine_peers import native
+    from engine_peers.peer import Workload
+
+    def opened(*_, **__):
+        invariant_products(model, model.products(with_a_split_for_few_rows), sizes=SIZES)
+
+    model = Layers()
+    monkeypatch.setattr(native, "NativeEngine", opened)
+    workload = Workload(
+        prompts=[[3]], lengths=[1], slots=1, device="cpu", dtype="float32", threads=1
+    )
+    note = native.Native(model, workload, cache_bytes=1).note
+    assert note.startswith("log-probabilities included; products of 32 x 48 weights depend")
