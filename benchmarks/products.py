@@ -6,8 +6,8 @@
 
 For the weights of each model and several numbers of rows: default cuBLAS, cuBLAS without split-K
 (as in the engine), and our products with a fixed split of K over a sweep of slices and tiles. Rows
-must have the same bits at every number of rows. Then prefill and decode attention with tiles of
-several heights.
+must have the same bits at every number of rows, and be close to those of the library. Then prefill
+and decode attention with tiles of several heights.
 
 Products alternate over copies of the weights that exceed the L2 cache, in CUDA graphs.
 `--compile` prints registers, spills and shared memory of every kernel of the sweep.
@@ -101,6 +101,8 @@ class Results:
     """The measurements so far."""
 
     copy_bandwidth: float = 0.0
+    largest_error: float = 0.0
+    """Of our products relative to those of the library, in the norm of a whole pass."""
     products: list[Timed] = field(default_factory=list)
     attention: list[dict[str, object]] = field(default_factory=list)
     compiled: list[dict[str, object]] = field(default_factory=list)
@@ -327,6 +329,7 @@ class Bench:
             self._bias = torch.randn(shape.columns, dtype=dtype, device=device)
         self._most = torch.randn(max(settings.rows), shape.inputs, dtype=dtype, device=device)
         self._references: dict[int, Tensor] = {}
+        self._expected: Tensor | None = None
 
     def library(self, name: str, rows: Iterable[int]) -> None:
         """Time the library."""
@@ -336,7 +339,7 @@ class Bench:
                 return torch.mm(x, weight.t(), out_dtype=torch.float32)
             return linear(x, weight, self._bias)
 
-        whole = product(self._weights[0], self._most)
+        whole = self._expected = product(self._weights[0], self._most)
         for count in rows:
             self._note(name, count, product, whole)
 
@@ -347,7 +350,13 @@ class Bench:
         out_dtype = torch.float32 if self.shape.is_wide else None
         run = partial(multiply, slices=slices, out_dtype=out_dtype)
         if slices not in self._references:
-            self._references[slices] = run(self._most, self._weights[0], self._bias)
+            found = run(self._most, self._weights[0], self._bias)
+            assert self._expected is not None, "the library comes first"
+            error = (found.float() - self._expected.float()).norm() / self._expected.float().norm()
+            # Also if it is not a number.
+            if not error <= self._results.largest_error:
+                self._results.largest_error = float(error)
+            self._references[slices] = found
         self._note(
             "ours",
             rows,
@@ -640,6 +649,9 @@ def show_products(results: Results, settings: Settings) -> None:
     _print(table)
     wrong = [t for t in results.products if t.product == "ours" and not t.has_same_bits]
     print(f"ours: {len(wrong)} products that are not batch-invariant")
+    print(
+        f"ours: differ from the library by at most {results.largest_error:.1e} (16 bits: below 4e-3)"
+    )
     for timed in wrong[:10]:
         print("  ", timed)
 
