@@ -126,8 +126,10 @@ def test_the_same_holds_with_kernels_that_are_not_the_default(kernels, dtype):
     common = {"max_tokens": MAX_TOKENS, "stop_tokens": (), "block_tokens": 16, "kernels": kernels}
     engine = NativeEngine(model, slots=len(LENGTHS), **common)
     together = _write(engine, trajectories)
-    few = NativeEngine(model, slots=2, chunk_tokens=6, **common)
-    assert _write(few, trajectories[-3:]) == {t.key: together[t.key] for t in trajectories[-3:]}
+    # Another engine may find other products the fastest.
+    if kernels.products != "fastest":
+        few = NativeEngine(model, slots=2, chunk_tokens=6, **common)
+        assert _write(few, trajectories[-3:]) == {t.key: together[t.key] for t in trajectories[-3:]}
     assert _write(engine, trajectories, tolerance=0.0, interrupts=(1, 2, 9, 30)) == together
 
 
