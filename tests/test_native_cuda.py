@@ -207,6 +207,22 @@ def test_a_fresh_answer_starts_in_the_pass_that_verifies_another():
     assert again == {key: (t.tokens, t.logprobs) for key, t in whole.items()}
 
 
+@ignores_interpreter
+def test_an_engine_of_few_slots_may_pad_its_passes_to_more_rows_than_it_has(monkeypatch):
+    model = _model("llama", DTYPES[0])
+    found = []
+    for fewest in (1, 16):
+        monkeypatch.setattr(
+            cuda_runner.CudaRunner, "_measured_fewest", lambda *_, fewest=fewest, **__: fewest
+        )
+        engine = NativeEngine(
+            model, slots=2, chunk_tokens=6, max_tokens=2, stop_tokens=(), block_tokens=16
+        )
+        found.append(engine.generate([[3, 5, 7]], progress=False))
+    (one,), (other,) = found
+    assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+
+
 @cuda_only
 def test_a_cache_that_does_not_fit_says_what_would():
     with pytest.raises(ConfigError, match=r"does not fit.*would fit and hold"):
