@@ -98,7 +98,9 @@ def _bits(on_cpu: bool) -> str:
     heard = _Heard()
     logger = logging.getLogger(invariant_products.__module__)
     logger.addHandler(heard)
-    logits = {head: fp32_logits(head)}
+    logits: dict[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {
+        head: fp32_logits(head)
+    }
     with nullcontext() if on_cpu else no_split_k():
         fewest = fewest_invariant_rows(model, logits, sizes=sizes, most=_MOST_PADDED)
         larger = [size for size in sizes if size >= fewest]
