@@ -40,6 +40,7 @@ _PROMPT = [5, 9, 2, 7]
 _SYNC_TENSORS = 64
 _LLAMA_8B = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (4096, 128256))
 _ROWS = (8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+_MOST_PADDED = 128
 _CPU_PROCESSES = 2
 
 
@@ -82,7 +83,12 @@ def _bits(on_cpu: bool) -> str:
 
     A row must have the same bits in any batch.
     """
-    from sortedrl.engines.native.matmul import fp32_logits, invariant_products, no_split_k
+    from sortedrl.engines.native.matmul import (
+        fewest_invariant_rows,
+        fp32_logits,
+        invariant_products,
+        no_split_k,
+    )
 
     device, dtype = ("cpu", torch.float32) if on_cpu else ("cuda", torch.bfloat16)
     scale, sizes = (64, _ROWS[:6]) if on_cpu else (1, _ROWS)
@@ -95,11 +101,16 @@ def _bits(on_cpu: bool) -> str:
     heard = _Heard()
     logger = logging.getLogger(invariant_products.__module__)
     logger.addHandler(heard)
+    logits: dict[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {
+        head: fp32_logits(head)
+    }
     with nullcontext() if on_cpu else no_split_k():
-        found = invariant_products(model, {head: fp32_logits(head)}, sizes=sizes)
+        fewest = fewest_invariant_rows(model, logits, sizes=sizes, most=_MOST_PADDED)
+        larger = [size for size in sizes if size >= fewest]
+        found = invariant_products(model, logits, sizes=larger)
     _require(not heard.warnings, "; ".join(heard.warnings))
     others = ", the others 64 rows at a time" if found else ""
-    return f"{len(layers) - len(found)} of {len(layers)} unchanged{others}"
+    return f"{len(layers) - len(found)} of {len(layers)} unchanged from {fewest} rows on{others}"
 
 
 class _Heard(logging.Handler):

@@ -6,8 +6,8 @@
 
 For the weights of each model and several numbers of rows: default cuBLAS, cuBLAS without split-K
 (as in the engine), and our products with a fixed split of K over a sweep of slices and tiles. Rows
-must have the same bits at every number of rows. Then prefill and decode attention with tiles of
-several heights.
+must have the same bits at every number of rows, and be close to those of the library. Then prefill
+and decode attention with tiles of several heights.
 
 Products alternate over copies of the weights that exceed the L2 cache, in CUDA graphs.
 `--compile` prints registers, spills and shared memory of every kernel of the sweep.
@@ -101,6 +101,8 @@ class Results:
     """The measurements so far."""
 
     copy_bandwidth: float = 0.0
+    largest_error: float = 0.0
+    """Of our products relative to those of the library, in the norm of a whole pass."""
     products: list[Timed] = field(default_factory=list)
     attention: list[dict[str, object]] = field(default_factory=list)
     compiled: list[dict[str, object]] = field(default_factory=list)
@@ -327,6 +329,7 @@ class Bench:
             self._bias = torch.randn(shape.columns, dtype=dtype, device=device)
         self._most = torch.randn(max(settings.rows), shape.inputs, dtype=dtype, device=device)
         self._references: dict[int, Tensor] = {}
+        self._expected: Tensor | None = None
 
     def library(self, name: str, rows: Iterable[int]) -> None:
         """Time the library."""
@@ -336,7 +339,7 @@ class Bench:
                 return torch.mm(x, weight.t(), out_dtype=torch.float32)
             return linear(x, weight, self._bias)
 
-        whole = product(self._weights[0], self._most)
+        whole = self._expected = product(self._weights[0], self._most)
         for count in rows:
             self._note(name, count, product, whole)
 
@@ -347,7 +350,13 @@ class Bench:
         out_dtype = torch.float32 if self.shape.is_wide else None
         run = partial(multiply, slices=slices, out_dtype=out_dtype)
         if slices not in self._references:
-            self._references[slices] = run(self._most, self._weights[0], self._bias)
+            found = run(self._most, self._weights[0], self._bias)
+            assert self._expected is not None, "the library comes first"
+            error = (found.float() - self._expected.float()).norm() / self._expected.float().norm()
+            # Also if it is not a number.
+            if not error <= self._results.largest_error:
+                self._results.largest_error = float(error)
+            self._references[slices] = found
         self._note(
             "ours",
             rows,
@@ -640,6 +649,9 @@ def show_products(results: Results, settings: Settings) -> None:
     _print(table)
     wrong = [t for t in results.products if t.product == "ours" and not t.has_same_bits]
     print(f"ours: {len(wrong)} products that are not batch-invariant")
+    print(
+        f"ours: differ from the library by at most {results.largest_error:.1e} (bf16: 4e-3 is fine)"
+    )
     for timed in wrong[:10]:
         print("  ", timed)
 
@@ -728,8 +740,11 @@ def _place(settings: Settings) -> tuple[torch.dtype, str]:
     return (torch.float16, "cpu") if settings.cpu else (torch.bfloat16, "cuda")
 
 
-def measure(settings: Settings, results: Results) -> None:
-    """Measure within the time limit; the first model and attention first."""
+def measure(settings: Settings, results: Results, *, keep: Callable[[], None]) -> None:
+    """Measure within the time limit; the first model and attention first.
+
+    `keep` is called after every shape, in case the machine is lost.
+    """
     from engine_peers.models import copy_bandwidth
 
     until = time.monotonic() + settings.seconds
@@ -741,9 +756,11 @@ def measure(settings: Settings, results: Results) -> None:
             for shape in TOY if settings.cpu else shapes_of(model):
                 _say(f"{model}: {shape.name}, {shape.columns} x {shape.inputs}")
                 measure_shape(shape, settings, results, is_whole=place == 0, until=until)
+                keep()
             if place == 0 and settings.attention:
                 _say("attention")
                 measure_attention(settings, results, until=until)
+                keep()
 
 
 def main() -> None:
@@ -762,15 +779,21 @@ def main() -> None:
             results.compiled = compile_all(settings)
             _say(f"compiled in {time.monotonic() - began:.0f} s")
         if not settings.compile:
-            measure(settings, results)
+            measure(settings, results, keep=lambda: write(results, settings))
     finally:
-        if settings.out is not None:
-            from provenance import provenance
-
-            facts = provenance("cpu" if settings.cpu or settings.compile else "cuda")
-            facts |= {"settings": asdict(settings), **asdict(results)}
-            settings.out.write_text(json.dumps(facts, indent=1, default=str) + "\n")
+        write(results, settings)
     show(results, settings)
+
+
+def write(results: Results, settings: Settings) -> None:
+    """Write the results so far."""
+    from provenance import provenance
+
+    if settings.out is None:
+        return
+    facts = provenance("cpu" if settings.cpu or settings.compile else "cuda")
+    facts |= {"settings": asdict(settings), **asdict(results)}
+    settings.out.write_text(json.dumps(facts, indent=1, default=str) + "\n")
 
 
 def _say(text: str) -> None:

@@ -126,8 +126,10 @@ def test_the_same_holds_with_kernels_that_are_not_the_default(kernels, dtype):
     common = {"max_tokens": MAX_TOKENS, "stop_tokens": (), "block_tokens": 16, "kernels": kernels}
     engine = NativeEngine(model, slots=len(LENGTHS), **common)
     together = _write(engine, trajectories)
-    few = NativeEngine(model, slots=2, chunk_tokens=6, **common)
-    assert _write(few, trajectories[-3:]) == {t.key: together[t.key] for t in trajectories[-3:]}
+    # Another engine may find other products the fastest.
+    if kernels.products != "fastest":
+        few = NativeEngine(model, slots=2, chunk_tokens=6, **common)
+        assert _write(few, trajectories[-3:]) == {t.key: together[t.key] for t in trajectories[-3:]}
     assert _write(engine, trajectories, tolerance=0.0, interrupts=(1, 2, 9, 30)) == together
 
 
@@ -203,6 +205,22 @@ def test_a_fresh_answer_starts_in_the_pass_that_verifies_another():
     engine.load_weights(Weights(1))
     again = _write(engine, [complete, trajectories[1]], tolerance=0.0)
     assert again == {key: (t.tokens, t.logprobs) for key, t in whole.items()}
+
+
+@ignores_interpreter
+def test_an_engine_of_few_slots_may_pad_its_passes_to_more_rows_than_it_has(monkeypatch):
+    model = _model("llama", DTYPES[0])
+    found = []
+    for fewest in (1, 16):
+        monkeypatch.setattr(
+            cuda_runner.CudaRunner, "_measured_fewest", lambda *_, fewest=fewest, **__: fewest
+        )
+        engine = NativeEngine(
+            model, slots=2, chunk_tokens=6, max_tokens=2, stop_tokens=(), block_tokens=16
+        )
+        found.append(engine.generate([[3, 5, 7]], progress=False))
+    (one,), (other,) = found
+    assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
 
 
 @cuda_only

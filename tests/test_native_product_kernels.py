@@ -185,6 +185,48 @@ def test_the_benchmark_runs_on_toy_sizes(tmp_path):
     assert {timed["product"] for timed in facts["products"]} == {"cublas", "unsplit", "ours"}
     assert {timed["slices"] for timed in facts["products"]} == {None, 1, 2}
     assert len(facts["attention"]) == 8
+    assert 0 < facts["largest_error"] < 1e-2
+
+
+def test_the_benchmark_keeps_what_it_has_after_every_shape(tmp_path, monkeypatch):
+    """A machine that is lent may take it away at any time."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import products
+
+    def measured(shape, settings, results, **_):
+        results.left_out.append(shape.name)
+
+    monkeypatch.setattr(products, "measure_shape", measured)
+    out = tmp_path / "products.json"
+    settings = products.Settings(cpu=True, attention=False, models=("llama-8b",), out=out)
+    results, kept = products.Results(), []
+
+    def keep():
+        products.write(results, settings)
+        kept.append(json.loads(out.read_text())["left_out"])
+
+    products.measure(settings, results, keep=keep)
+    assert kept == [results.left_out[: count + 1] for count in range(len(products.TOY))]
+
+
+@pytest.mark.parametrize("wrong", [1.5, float("nan")])
+def test_the_benchmark_shows_products_that_are_wrong(wrong, monkeypatch, capsys):
+    """Wrong sums may be the same in any batch."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import products
+    from sortedrl.engines.native import product_kernels
+
+    def scaled(x, weight, bias, **_):
+        return torch.nn.functional.linear(x, weight, bias) * wrong
+
+    monkeypatch.setattr(product_kernels, "multiply", scaled)
+    settings = products.Settings(cpu=True, rows=(3, 20), attention=False)
+    results = products.Results(copy_bandwidth=1e9)
+    shape = products.TOY[0]
+    products.measure_shape(shape, settings, results, is_whole=False, until=float("inf"))
+    products.show(results, settings)
+    assert not results.largest_error < 0.4
+    assert f"by at most {results.largest_error:.1e}" in capsys.readouterr().out
 
 
 _COMPILE = """

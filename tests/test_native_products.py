@@ -1,6 +1,7 @@
 """Matrix products that depend on the number of rows are noticed and replaced, or reported."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from sortedrl.engines.native.hf_model import GpuKernels
 from sortedrl.engines.native.matmul import (
     ProductTimer,
     chosen_products,
+    fewest_invariant_rows,
     fixed_rows,
     invariant_products,
 )
@@ -75,6 +77,18 @@ def test_a_product_that_depends_on_the_rows_is_replaced_by_one_that_does_not(cap
         assert torch.equal(found[model.again](x[:rows]), whole[:rows])
     wrong = products[model.again]
     assert not torch.equal(wrong(x[:7]), wrong(x)[:7]), "else this shows nothing"
+
+
+def test_products_that_differ_for_few_rows_only_are_padded_instead_of_replaced():
+    model = Layers()
+    products = model.products(row_by_row) | {model.down: with_a_split_for_few_rows(model.down)}
+    fewest = fewest_invariant_rows(model, products, sizes=SIZES, most=128)
+    assert fewest == 96
+    larger = [size for size in SIZES if size >= fewest]
+    assert invariant_products(model, products, sizes=larger) == {}
+    # Padding to so many rows would cost too much: it is left to be replaced.
+    assert fewest_invariant_rows(model, products, sizes=SIZES, most=64) == min(SIZES)
+    assert invariant_products(model, products, sizes=SIZES).keys() == {model.down}
 
 
 def test_a_product_that_is_never_the_same_is_reported(caplog):
@@ -201,3 +215,21 @@ def test_a_product_of_ours_that_depends_on_the_rows_is_not_taken(caplog):
         )
     assert found == {}
     assert "keeping those of the library" in caplog.text
+
+
+def test_the_benchmark_of_the_engine_notes_the_products(monkeypatch):
+    """Its numbers mean something else with other products."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    from engine_peers import native
+    from engine_peers.peer import Workload
+
+    def opened(*_, **__):
+        invariant_products(model, model.products(with_a_split_for_few_rows), sizes=SIZES)
+
+    model = Layers()
+    monkeypatch.setattr(native, "NativeEngine", opened)
+    workload = Workload(
+        prompts=[[3]], lengths=[1], slots=1, device="cpu", dtype="float32", threads=1
+    )
+    note = native.Native(model, workload, cache_bytes=1).note
+    assert note.startswith("log-probabilities included; products of 32 x 48 weights depend")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -14,8 +17,6 @@ from sortedrl.engines.native import GpuKernels, NativeEngine
 class Native:
     """The native engine, on the module itself."""
 
-    note = "log-probabilities included"
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -24,16 +25,21 @@ class Native:
         cache_bytes: int,
         kernels: GpuKernels | None = None,
     ) -> None:
-        """An engine with room for the longest answer in every slot."""
+        """An engine with room for the longest answer in every slot.
+
+        The note has what the engine logs when it starts: its speed depends on the products chosen.
+        """
         self._workload = workload
-        self._engine = NativeEngine(
-            model,
-            slots=workload.slots,
-            max_tokens=max(workload.lengths),
-            stop_tokens=(),
-            cache_bytes=cache_bytes,
-            kernels=kernels,
-        )
+        with _logged() as messages:
+            self._engine = NativeEngine(
+                model,
+                slots=workload.slots,
+                max_tokens=max(workload.lengths),
+                stop_tokens=(),
+                cache_bytes=cache_bytes,
+                kernels=kernels,
+            )
+        self.note = "; ".join(["log-probabilities included", *messages])
 
     def warm_up(self) -> None:
         """On a GPU run the whole workload, which captures all graphs."""
@@ -62,3 +68,26 @@ class Native:
         check_lengths([answer.num_tokens for answer in answers], workload)
         total = math.fsum(logprob for answer in answers for logprob in answer.logprobs)
         return Sample(seconds=seconds, tokens=workload.tokens, mean_logprob=total / workload.tokens)
+
+
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """The messages of the native engine inside the block."""
+    logger, handler = logging.getLogger("sortedrl.engines.native"), _Messages()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield handler.found
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)

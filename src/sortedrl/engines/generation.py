@@ -56,7 +56,6 @@ class SleepableEngine(Protocol):
 
         Returns whether the weights were dropped: then `load_weights` must come before the next
         submit, and wakes it.
-        submit, and wakes it.
         """
 
     def wake(self) -> None:

@@ -35,6 +35,7 @@ from sortedrl.engines.native.matmul import (
     Product,
     ProductTimer,
     chosen_products,
+    fewest_invariant_rows,
     fewest_rows,
     fp32_logits,
     invariant_products,
@@ -236,7 +237,8 @@ class CudaRunner:
         device, places = hf_model.device, size.num_blocks * size.block_tokens
         self._hf_model = hf_model
         self._device = device
-        self._max_rows = _rounded(max_rows)
+        # Room to pad to, also in an engine of few slots.
+        self._max_rows = max(_rounded(max_rows), _MOST_PADDED)
         self._attention = _CudaPagedAttention(
             [
                 (
@@ -264,11 +266,18 @@ class CudaRunner:
         self._recorded: dict[_Size, _Recorded | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         hf_model.replaced = {hf_model.output_layer: fp32_logits(hf_model.output_layer)}
+        fewest = 1
         if device.type == "cuda":
-            sizes = {*(size for size in _SIZES if size <= self._max_rows), self._max_rows}
+            # Engines of few slots compare as many, as all engines must have the same bits.
+            sizes = {*(s for s in _SIZES if s <= max(self._max_rows, _BIG_ROWS)), self._max_rows}
             with no_split_k():
+                fewest = fewest_invariant_rows(
+                    hf_model.model, hf_model.replaced, sizes=sorted(sizes), most=_MOST_PADDED
+                )
                 hf_model.replaced |= invariant_products(
-                    hf_model.model, hf_model.replaced, sizes=sorted(sizes)
+                    hf_model.model,
+                    hf_model.replaced,
+                    sizes=sorted(size for size in sizes if size >= fewest),
                 )
                 hf_model.replaced |= chosen_products(
                     hf_model.model,
@@ -281,7 +290,7 @@ class CudaRunner:
                         s for s in sizes if _rounded(slots) <= 4 * s <= 4 * _rounded(slots)
                     ],
                 )
-        self._fewest = self._measured_fewest(is_graphed=kernels.products != "library")
+        self._fewest = max(fewest, self._measured_fewest(is_graphed=kernels.products != "library"))
         if is_compiled:
             hf_model.compile_layers()
 

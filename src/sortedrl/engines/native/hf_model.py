@@ -51,7 +51,7 @@ class GpuKernels:
     shapes: frozenset[tuple[int, int]] | None = None
     """`fixed_split` only: restrict it to weights of these shapes, outputs x inputs."""
     decode_tile: int = 16
-    """Query rows of an attention tile for decoding: 16, 32, 64 or 128."""
+    """Query rows of an attention tile for decoding: 16, 32, 64 or 128; for fp32 only 16 is fast."""
     span_tile: int = 16
     """The same for spans of prefill and verification; at least as many."""
 

@@ -5,7 +5,8 @@ disabled while the engine runs or captures a pass. That is enough for 16-bit wei
 batches still differ in the last bits.
 
 This is checked when an engine starts: the product of every shape is compared over numbers of rows.
-One that depends on them is replaced by one with a fixed number of rows.
+If only those of few rows differ, passes are padded to more; one that still depends on the rows is
+replaced by one with a fixed number of rows.
 
 Without split-K, products for few rows can be several times slower than those for a hundred. The
 products of the model are therefore timed once per size, and smaller passes are padded, which costs
@@ -114,6 +115,26 @@ def invariant_products(
         )  # fmt: skip
         found |= {layer: fixed_rows(replaced.get(layer, layer.forward)) for layer in layers}
     return found
+
+
+def fewest_invariant_rows(
+    model: nn.Module, replaced: Mapping[nn.Module, Product], *, sizes: Sequence[int], most: int
+) -> int:
+    """The smallest number of rows, up to `most`, from which on products are batch-invariant.
+
+    Padding smaller passes costs less than products in parts. Products that still differ for more
+    than `most` rows do not count; they are left to `invariant_products`.
+    """
+    fewest = min(sizes)
+    for (kind, _), layers in _alike(model, replaced).items():
+        width, height, like = kind.width, kind.height, layers[0].weight
+        product = replaced.get(layers[0], layers[0])
+        for first in sorted(size for size in sizes if size <= most):
+            larger = [size for size in sizes if size >= first]
+            if _is_invariant(product, like, width=width, height=height, sizes=larger):
+                fewest = max(fewest, first)
+                break
+    return fewest
 
 
 def fixed_rows(product: Product) -> Product:
