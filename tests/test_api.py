@@ -100,6 +100,19 @@ def test_several_rewards_of_every_kind_are_added_up():
     assert (first["reward/lambda"], first["reward/slow"], first["reward/many"]) == (1, 0.75, 2)
 
 
+def test_a_function_called_reward_is_one_of_several_too():
+    def reward(prompt, response):
+        return 1.0
+
+    first = train(reward=[reward, lambda prompt, response: 0.5, reward], max_tokens=2).metrics[0]
+    assert first["reward/mean"] == 2.5
+    assert (first["reward/reward_1"], first["reward/lambda"], first["reward/reward_3"]) == (
+        1.0,
+        0.5,
+        1.0,
+    )
+
+
 def test_a_model_object_is_copied_and_trained_with_siblings():
     from sortedrl.models.tiny import TinySettings, tiny_model, tiny_tokenizer
 

@@ -197,7 +197,9 @@ def _named(rewards: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any
     for number, reward in enumerate(rewards, start=1):
         _refuse_no_reward(reward)
         name = name_of(reward)
-        parts[f"{name}_{number}" if name in parts else name] = reward
+        while name in parts or name == "reward":  # a part of that name would be the whole reward
+            name = f"{name}_{number}"
+        parts[name] = reward
     if not parts:
         raise ConfigError("a list of rewards must hold at least one function, got none")
     return parts
