@@ -154,7 +154,7 @@ class SortedGRPOTrainer(GRPOTrainer):
                 f"{type(train_dataset).__name__}; load it without streaming"
             )
         require(
-            "prompt" in train_dataset.column_names,
+            environment_factory is not None or "prompt" in train_dataset.column_names,
             "train_dataset must have a column 'prompt', got "
             f"{', '.join(train_dataset.column_names)}; rename one with rename_column",
         )
