@@ -267,7 +267,8 @@ class SortedGRPOTrainer(GRPOTrainer):
     def _may_regroup(self) -> bool:
         """Whether the gradient of a step is the same however its answers are dealt to passes."""
         means_over_tokens_of_a_pass = self.loss_type == "bnpo" or self._entropy_bonus_enabled
-        return not (means_over_tokens_of_a_pass or self.aux_loss_enabled)
+        picks_tokens_of_a_pass = self.top_entropy_quantile < 1.0
+        return not (means_over_tokens_of_a_pass or picks_tokens_of_a_pass or self.aux_loss_enabled)
 
     def _get_per_token_logps_and_entropies(
         self,
