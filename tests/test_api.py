@@ -132,8 +132,10 @@ def test_a_callback_ends_the_run_and_resume_goes_on():
     run = train(callbacks=[lambda row: "stop"])
     assert run.ending.reason == "asked"
     assert repr(run).endswith("; stopped, resume() continues)")
-    with pytest.raises(ConfigError, match=r"callbacks must be a list of functions"):
-        train(callbacks=lambda row: "stop")
+    for wrong in (lambda row: "stop", None, [None]):
+        with pytest.raises(ConfigError, match=r"callbacks must be a list of functions"):
+            train(callbacks=wrong)
+    assert not Path("runs/train-2").exists(), "refused before a run begins"
     with pytest.raises(ModelError, match=r"the run has not finished; continue it with run.resume"):
         run.model  # noqa: B018
     assert run.resume(callbacks=[]).ending.reason == "data"

@@ -89,7 +89,8 @@ def train(
     cluster that lost its trainer, or all of its workers, the run resumes automatically.
     """
     require(
-        not callable(callbacks), "callbacks must be a list of functions, got one; give [callback]"
+        isinstance(callbacks, Sequence) and all(map(callable, callbacks)),
+        f"callbacks must be a list of functions, got {callbacks!r:.80}; give [callback]",
     )
     _refuse_early(settings)
     if not is_resumed:
