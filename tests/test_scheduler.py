@@ -171,6 +171,8 @@ def test_calls_out_of_order_are_refused():
     with pytest.raises(BufferStateError, match="3 started trajectories are missing"):
         scheduler.interrupted()
     scheduler.interrupted(started)
+    with pytest.raises(BufferStateError, match=r"none has begun .* call to_start\(\) first"):
+        scheduler.interrupted()
     assert scheduler.batch() is None
 
 

@@ -189,6 +189,11 @@ class Scheduler:
         Returns the conversations that are recalled from outside, because the next weights make
         their tokens stale: their environments are no longer needed.
         """
+        if not self._is_rollout:
+            raise BufferStateError(
+                "interrupted() ends a rollout, but none has begun since the last one; call "
+                "to_start() first"
+            )
         self.journal.harvested(
             ready=self.buffer.num_harvestable,
             waiting=self.buffer.num_waiting,
