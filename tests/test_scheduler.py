@@ -305,6 +305,18 @@ def trained_rest(scheduler):
     return left + driven(scheduler)
 
 
+def test_a_source_that_keeps_its_own_position_is_not_read_again_from_its_start(tmp_path):
+    source = SimulatedPrompts(8, prompt_tokens=1)
+    scheduler = Scheduler(source, slots=3, schedule=SCHEDULE)
+    first = driven(scheduler, updates=2)
+    scheduler.save(tmp_path)
+    with pytest.raises(ConfigError, match="give that source, not an iterable"):
+        Scheduler.load(tmp_path, [f"prompt {number}" for number in range(8)], slots=3)
+    rest = trained_rest(Scheduler.load(tmp_path, source, slots=3))
+    keys = [key for batch in keys_of([*first, *rest]) for key in batch]
+    assert sorted(keys) == [(number, 0) for number in range(8)]
+
+
 def test_a_scheduler_is_saved_between_batches_only(tmp_path):
     scheduler = scheduler_of(SCHEDULE)
     scheduler.to_start()
