@@ -177,6 +177,6 @@ def test_an_engine_with_more_slots_than_it_says_breaks_the_law(is_ordered, monke
     roomy = EngineUnderTest(
         opening=lambda: streamed(RoomyBackend.opened), precision=5e-5, is_ordered=is_ordered
     )
-    with pytest.raises(AssertionError, match="a slot that is not there"):
+    with pytest.raises(AssertionError, match="a slot that does not exist"):
         check(no_more_answers_are_written_at_once_than_there_are_slots, roomy)
     roomy.close()
