@@ -143,6 +143,17 @@ class SortedGRPOTrainer(GRPOTrainer):
         """Refuse what cannot work, then make TRL's trainer."""
         require(tool_threads >= 1, f"tool_threads must be at least 1, got {tool_threads}")
         require(max_open is None or max_open >= 1, f"max_open must be at least 1, got {max_open}")
+        require(slots is None or slots >= 1, f"slots must be at least 1, got {slots}")
+        require(
+            engine is None or callable(engine),
+            "engine must be a function that makes an engine on the model, such as lambda model: "
+            f"NativeEngine(model, slots=64, cache_bytes=8 << 30), got {engine!r:.80}; leave it out "
+            "for the native engine",
+        )
+        require(
+            engine is None or args is None or not args.use_vllm,
+            "engine and use_vllm both say what generates the answers; leave one of them out",
+        )
         if rollout_func is not None:
             raise ConfigError(
                 "rollout_func and SortedRL's scheduler both generate the answers; leave "
