@@ -94,9 +94,12 @@ def test_several_rewards_of_every_kind_are_added_up():
     def many(prompts, responses):
         return [2.0 for _ in responses]
 
-    run = train(reward=[lambda prompt, response: 1, slow, many])
+    def columns(prompts, responses):
+        return {name: [4.0 for _ in responses] for name in "ab"}
+
+    run = train(reward=[lambda prompt, response: 1, slow, many, columns])
     first = run.metrics[0]
-    assert first["reward/mean"] == 3.75
+    assert first["reward/mean"] == 11.75
     assert (first["reward/lambda"], first["reward/slow"], first["reward/many"]) == (1, 0.75, 2)
 
 
@@ -111,6 +114,11 @@ def test_a_function_called_reward_is_one_of_several_too():
         0.5,
         1.0,
     )
+
+
+def test_of_several_rewards_the_one_that_gives_none_is_named():
+    with pytest.raises(RewardError, match=r"part 'lambda' must be a number .*, got None"):
+        train(reward=[letters, lambda prompt, response: None], max_tokens=2)
 
 
 def test_a_model_object_is_copied_and_trained_with_siblings():
