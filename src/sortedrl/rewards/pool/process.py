@@ -609,9 +609,11 @@ def served(descriptor: int, load: Callable[[RewardSource], T]) -> Served[T] | No
     try:
         loaded = load(setup.source)
     except ConfigError as error:
-        return _refuse(connection, Refused(str(error), is_setting=True))
+        _refuse(connection, Refused(str(error), is_setting=True))
+        return None
     except (Exception, SystemExit):  # noqa: BLE001  what the user's module does when imported
-        return _refuse(connection, Refused(traceback.format_exc(), is_setting=False))
+        _refuse(connection, Refused(traceback.format_exc(), is_setting=False))
+        return None
     if setup.memory_bytes is not None:
         limit_memory(setup.memory_bytes)
     works: queue.SimpleQueue[Any] = queue.SimpleQueue()
