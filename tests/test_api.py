@@ -94,10 +94,31 @@ def test_several_rewards_of_every_kind_are_added_up():
     def many(prompts, responses):
         return [2.0 for _ in responses]
 
-    run = train(reward=[lambda prompt, response: 1, slow, many])
+    def columns(prompts, responses):
+        return {name: [4.0 for _ in responses] for name in "ab"}
+
+    run = train(reward=[lambda prompt, response: 1, slow, many, columns])
     first = run.metrics[0]
-    assert first["reward/mean"] == 3.75
+    assert first["reward/mean"] == 11.75
     assert (first["reward/lambda"], first["reward/slow"], first["reward/many"]) == (1, 0.75, 2)
+
+
+def test_a_function_called_reward_is_one_of_several_too():
+    def reward(prompt, response):
+        return 1.0
+
+    first = train(reward=[reward, lambda prompt, response: 0.5, reward], max_tokens=2).metrics[0]
+    assert first["reward/mean"] == 2.5
+    assert (first["reward/reward_1"], first["reward/lambda"], first["reward/reward_3"]) == (
+        1.0,
+        0.5,
+        1.0,
+    )
+
+
+def test_of_several_rewards_the_one_that_gives_none_is_named():
+    with pytest.raises(RewardError, match=r"part 'lambda' must be a number .*, got None"):
+        train(reward=[letters, lambda prompt, response: None], max_tokens=2)
 
 
 def test_a_model_object_is_copied_and_trained_with_siblings():
@@ -119,8 +140,10 @@ def test_a_callback_ends_the_run_and_resume_goes_on():
     run = train(callbacks=[lambda row: "stop"])
     assert run.ending.reason == "asked"
     assert repr(run).endswith("; stopped, resume() continues)")
-    with pytest.raises(ConfigError, match=r"callbacks must be a list of functions"):
-        train(callbacks=lambda row: "stop")
+    for wrong in (lambda row: "stop", None, [None]):
+        with pytest.raises(ConfigError, match=r"callbacks must be a list of functions"):
+            train(callbacks=wrong)
+    assert not Path("runs/train-2").exists(), "refused before a run begins"
     with pytest.raises(ModelError, match=r"the run has not finished; continue it with run.resume"):
         run.model  # noqa: B018
     assert run.resume(callbacks=[]).ending.reason == "data"

@@ -161,6 +161,24 @@ def test_settings_survive_the_way_through_a_toml_file(name, tmp_path):
     assert simulation_from(str(path)) == PRESETS[name]()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--strategies sorted --modes partial {}",
+        "--modes partial --strategies sorted {} --lookaheads 0",
+        "--strategies sorted --modes partial --lookaheads 0 {}",
+    ],
+)
+def test_what_is_compared_may_stand_behind_flags_with_several_values(words, capsys, tmp_path):
+    log = tmp_path / "lengths.jsonl"
+    log.write_text("".join(f'{{"tokens": {n + 1}, "step": {n // 4}}}\n' for n in range(16)))
+    for source in ("six", str(log)):
+        assert main(["compare", *words.format(source).split()]) == 0
+        assert "sorted/partial" in capsys.readouterr().out
+    assert main(["compare", "--strategies", "sorted", "six", "picture"]) == 2
+    assert "give one preset, file or run, got 'six', 'picture'" in capsys.readouterr().err
+
+
 def test_a_flag_beats_the_file_and_the_file_beats_the_preset(capsys, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('preset = "six"\n[schedule]\nmode = "coupled"\nupdate_batch = 2\n')

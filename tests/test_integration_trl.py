@@ -358,6 +358,7 @@ def widths_of(trainer):
         {"loss_type": "dr_grpo", "pad_to_multiple_of": 8},
         {"loss_type": "bnpo"},
         {"entropy_coef": 0.5},
+        {"top_entropy_quantile": 0.5},
         {"loss_type": "cispo", "mask_truncated_completions": True, "max_completion_length": 12},
         {"importance_sampling_level": "sequence", "loss_type": "luspo"},
     ],
@@ -381,7 +382,8 @@ def test_shorter_passes_make_the_same_update(changes, tmp_path):
         for shapes in (own_shapes, plain_shapes)
     ]
     assert cells[0] < cells[1], "passes are cut to their longest answer"
-    is_dealt = changes.get("loss_type") != "bnpo" and "entropy_coef" not in changes
+    depends_on_passes = {"entropy_coef", "top_entropy_quantile"} & changes.keys()
+    is_dealt = changes.get("loss_type") != "bnpo" and not depends_on_passes
     widths = [columns for (_, columns), _ in own_shapes]
     assert (widths == sorted(widths, reverse=True)) is is_dealt
 
@@ -730,6 +732,8 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(schedule, given, 
         ({"train_dataset": None}, "must be a datasets.Dataset"),
         ({"train_dataset": dataset().rename_column("prompt", "q")}, "a column 'prompt', got q"),
         ({"slots": 4, "engine": NativeEngine}, "leave slots out, got 4"),
+        ({"slots": 0}, "slots must be at least 1, got 0"),
+        ({"engine": "native"}, "must be a function that makes an engine .* got 'native'; leave it"),
         (
             {"train_dataset": IterableDataset.from_generator(lambda: iter([]))},
             "load it without streaming",
@@ -740,6 +744,14 @@ def test_what_another_part_of_trl_would_do_is_refused(given, message, tmp_path):
     given = {"train_dataset": dataset(), **given}
     with pytest.raises(ConfigError, match=message):
         SortedGRPOTrainer(model="no such model", args=arguments(tmp_path), **given)
+
+
+def test_two_engines_are_refused(tmp_path):
+    args = arguments(tmp_path, use_vllm=True, vllm_mode="server")
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        SortedGRPOTrainer(
+            model="no such model", args=args, train_dataset=dataset(), engine=NativeEngine
+        )
 
 
 def test_every_rank_needs_whole_prompts(tmp_path):

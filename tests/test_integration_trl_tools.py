@@ -184,6 +184,7 @@ def made(folder, schedule=None, *, kind=SortedGRPOTrainer, factory=Counting, **c
     tokenizer, answers = tokenizer_of(), Answers()
     ours = {} if kind is GRPOTrainer else {"schedule": schedule, "slots": 3}
     ours |= changes.pop("ours", {})
+    without = changes.pop("without", [])
     model = model_of(tokenizer, seed=changes.pop("seed", 1))
     rows = [
         {"prompt": [{"role": "user", "content": f"{n}:"}], "row": n, "start": 10 * n}
@@ -211,7 +212,7 @@ def made(folder, schedule=None, *, kind=SortedGRPOTrainer, factory=Counting, **c
         model=model,
         reward_funcs=answers,
         args=GRPOConfig(**(given | changes)),
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_list(rows).remove_columns(without),
         processing_class=tokenizer,
         tools=ours.pop("tools", None),
         environment_factory=factory,
@@ -416,6 +417,13 @@ def test_what_cannot_work_is_refused(tmp_path):
 
     with pytest.raises(EnvironmentFailed, match="the reset failed"):
         trained(tmp_path / "e", {"mode": "partial"}, factory=Broken)
+
+
+def test_rows_without_prompts_get_theirs_from_their_environments(tmp_path):
+    _, answers = trained(tmp_path, {"mode": "partial"}, without=["prompt"])
+    assert sum(answers.all.values()) == ROWS * SAMPLES
+    with pytest.raises(ConfigError, match="a column 'prompt', got row, start"):
+        made(tmp_path, factory=None, without=["prompt"])
 
 
 def test_an_evaluation_holds_conversations(tmp_path):

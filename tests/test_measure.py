@@ -113,6 +113,8 @@ def test_compare_says_how_idle_the_slots_were_and_what_would_gain(capsys, tmp_pa
     assert "steps of 16 answers, 4 per prompt; " in err
     assert "x the tokens of sync per second of rollout" in out
     comparison = sortedrl.compare(path, strategies=["sorted"], modes=["partial"])
+    with pytest.raises(ConfigError, match=r"modes must be a list of names, .* \['partial'\]"):
+        sortedrl.compare(path, modes="partial")
     assert comparison.gain > 1
     assert comparison.rows[0]["strategy"] == "sync"
     assert "<table>" in comparison._repr_html_()

@@ -171,6 +171,8 @@ def test_calls_out_of_order_are_refused():
     with pytest.raises(BufferStateError, match="3 started trajectories are missing"):
         scheduler.interrupted()
     scheduler.interrupted(started)
+    with pytest.raises(BufferStateError, match=r"none has begun .* call to_start\(\) first"):
+        scheduler.interrupted()
     assert scheduler.batch() is None
 
 
@@ -301,6 +303,18 @@ def trained_rest(scheduler):
         left.append(batch)
         scheduler.weights_changed()
     return left + driven(scheduler)
+
+
+def test_a_source_that_keeps_its_own_position_is_not_read_again_from_its_start(tmp_path):
+    source = SimulatedPrompts(8, prompt_tokens=1)
+    scheduler = Scheduler(source, slots=3, schedule=SCHEDULE)
+    first = driven(scheduler, updates=2)
+    scheduler.save(tmp_path)
+    with pytest.raises(ConfigError, match="give that source, not an iterable"):
+        Scheduler.load(tmp_path, [f"prompt {number}" for number in range(8)], slots=3)
+    rest = trained_rest(Scheduler.load(tmp_path, source, slots=3))
+    keys = [key for batch in keys_of([*first, *rest]) for key in batch]
+    assert sorted(keys) == [(number, 0) for number in range(8)]
 
 
 def test_a_scheduler_is_saved_between_batches_only(tmp_path):

@@ -33,7 +33,7 @@ from sortedrl.simulate.lengths import Lengths, LengthSettings
 
 
 def native(slots=SLOTS):
-    own = reference_model.__wrapped__(0)
+    own = reference_model(0)
     return NativeEngine(
         own,
         slots=slots,
@@ -55,7 +55,7 @@ class PlainBackend:
     limits = BackendLimits(slots=SLOTS, context=CONTEXT, vocabulary=VOCABULARY)
 
     def __init__(self):
-        self._model = reference_model.__wrapped__(0)
+        self._model = reference_model(0)
         self._generator = torch.Generator().manual_seed(0)
         self._open = {}
         self._aborted = set()

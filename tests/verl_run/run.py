@@ -108,12 +108,20 @@ class RecordingTrainer(SortedTrainer):
         self.trained: list[list[dict[str, Any]]] = []
         self.logged: list[dict[str, Any]] = []
         self.stop_after: int | None = None
-        self.kill_worker_at: int | None = None
+        self.kill_worker_at: tuple[str, int] | None = None
         self.replay_buffer.poll_interval = 0.1
 
+    def prepare_step(self) -> dict[str, float]:
+        """Where the test kills a worker that prompts are then submitted to, if it does."""
+        self._kill_worker("prepare_step")
+        return super().prepare_step()
+
     def on_sample_begin(self) -> None:
-        """Where the test kills a worker, if it does."""
-        if self.kill_worker_at == self.global_steps:
+        """Where the test kills a worker that is then waited for, if it does."""
+        self._kill_worker("on_sample_begin")
+
+    def _kill_worker(self, place: str) -> None:
+        if self.kill_worker_at == (place, self.global_steps):
             ray.kill(self.agent_loop_manager.agent_loop_workers[0])
 
     def _setup(self) -> None:
@@ -185,7 +193,7 @@ class Stage:
         config: Any,
         *,
         stop_after: int | None = None,
-        kill_worker_at: int | None = None,
+        kill_worker_at: tuple[str, int] | None = None,
         fail_first: int = 0,
     ) -> RecordingTrainer:
         """Train to the end, or until step `stop_after` is saved."""

@@ -61,6 +61,8 @@ _Settings = TypeVar("_Settings", bound="DataclassInstance")
 _POSITIONAL = get_args(tyro.conf.Positional[str])[1]
 _MANY = -1
 _HELP = ("-h", "--help")
+_FILES = (".toml", ".jsonl", ".parquet")
+"""How sources of settings end."""
 
 
 def parse(
@@ -233,6 +235,14 @@ class _Option:
         """The name used in errors: the flag, or the name of the positional argument."""
         return self.flag.removeprefix("--").upper() if self.is_positional else self.flag
 
+    def ends_before(self, word: str) -> bool:
+        """Whether a word after values, of any number, is the source of the settings instead."""
+        kind, _ = field_type(self.hint)
+        first = get_args(kind)[0]
+        if get_origin(first) is Literal or first in (int, float):
+            return word in PRESETS or "/" in word or word.endswith(_FILES)
+        return word.endswith(".toml")
+
     def value(self, words: Sequence[str]) -> object:
         kind, is_optional = field_type(self.hint)
         if is_optional and list(words) == [NO_VALUE]:
@@ -341,7 +351,7 @@ class _CommandLine:
                 given[option.flag] = is_on
                 flags.append(word)
                 continue
-            values = [value] if equals else _taken(rest, option.takes)
+            values = [value] if equals else _taken(rest, option)
             given[option.flag] = option.value(values)
             flags += [word] if equals else [word, *values]
         return cls(options=options, words=words, given=given, flags=flags)
@@ -437,12 +447,12 @@ def _refuse_renamed(flag: str, options: Mapping[str, _Option]) -> None:
     refuse_renamed(key)
 
 
-def _taken(rest: list[str], count: int) -> list[str]:
+def _taken(rest: list[str], option: _Option) -> list[str]:
     """Take the values of a flag from the front of the remaining arguments."""
     taken: list[str] = []
-    while rest and not rest[0].startswith("--") and len(taken) != count:
-        if count == _MANY and taken and rest[0].endswith(".toml"):
-            break  # the settings file, after an option that takes any number of values
+    while rest and not rest[0].startswith("--") and len(taken) != option.takes:
+        if option.takes == _MANY and taken and option.ends_before(rest[0]):
+            break
         taken.append(rest.pop(0))
         if taken == [NO_VALUE]:
             break

@@ -7,7 +7,6 @@ A mode, one small object, decides how interrupted generations are handled. It ha
 each for one trajectory: `interrupted` (it was running when the engine was stopped), `renewed` (it
 is complete but waited through an update) and `resumed` (it is about to run again). Each returns
 the trajectory to continue with.
-trajectory to continue with.
 """
 
 from __future__ import annotations

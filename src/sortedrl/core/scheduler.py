@@ -189,6 +189,11 @@ class Scheduler:
         Returns the conversations that are recalled from outside, because the next weights make
         their tokens stale: their environments are no longer needed.
         """
+        if not self._is_rollout:
+            raise BufferStateError(
+                "interrupted() ends a rollout, but none has begun since the last one; call "
+                "to_start() first"
+            )
         self.journal.harvested(
             ready=self.buffer.num_harvestable,
             waiting=self.buffer.num_waiting,
@@ -290,14 +295,16 @@ class Scheduler:
     def load(
         cls,
         folder: str | Path,
-        prompts: Iterable[object],
+        prompts: PromptSource | Iterable[object],
         *,
         slots: int,
         record: Record | None = None,
     ) -> Scheduler:
         """Load a saved scheduler; `prompts` must be the same and are skipped up to its position.
 
-        Trained prompts stay trained, and begun ones continue.
+        Trained prompts stay trained, and begun ones continue. A `PromptSource` of your own keeps
+        its position itself. A round that was saved between two of its batches has the others left:
+        take them from `batch()` first.
         """
         path = Path(folder)
         try:
@@ -305,8 +312,15 @@ class Scheduler:
         except (OSError, ValueError) as error:
             raise DataError(path, f"has no saved scheduler ({error}); check the path") from error
         journal_state = JournalState.from_json(state["journal"])
+        if isinstance(prompts, Iterable):
+            require(
+                state["position"] is not None,
+                f"{path} was saved with a PromptSource, which keeps its own position; give that "
+                "source, not an iterable, whose prompts would be trained again",
+            )
+            prompts = PromptQueue(prompts, position=state["position"])
         scheduler = cls(
-            PromptQueue(prompts, position=state["position"] or 0),
+            prompts,
             slots=slots,
             schedule=Schedule(**state["schedule"]),
             seed=state["seed"],

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -141,9 +141,8 @@ def logprob_gap(
     return gap
 
 
-@cache
 def reference_model(seed: int = 0) -> PreTrainedModel:
-    """A tiny model with distinct logits, in a shape that every engine supports."""
+    """A new tiny model with distinct logits, in a shape that every engine supports."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,

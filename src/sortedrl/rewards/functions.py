@@ -162,14 +162,14 @@ def _together(parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Several rewards as one: each is a part under its own name, and the reward is their sum."""
     styles = {name: _style(function) for name, function in parts.items()}
 
-    def rewards(prompt: object, response: str) -> dict[str, float]:
+    def rewards(prompt: object, response: str) -> dict[str, Any]:
         return {
             name: _one_reward(_called(function, styles[name], prompt, response))
             for name, function in parts.items()
         }
 
-    async def awaited(prompt: object, response: str) -> dict[str, float]:
-        found = {}
+    async def awaited(prompt: object, response: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
         for name, function in parts.items():
             given = _called(function, styles[name], prompt, response)
             found[name] = _one_reward(await given if styles[name].is_async else given)
@@ -182,13 +182,15 @@ def _called(function: Callable[..., Any], style: CallStyle, prompt: object, resp
     return function([prompt], [response]) if style.is_batched else function(prompt, response)
 
 
-def _one_reward(given: Any) -> float:  # noqa: ANN401
-    """The reward of one answer: from a number, named parts, or a list of one of these."""
+def _one_reward(given: Any) -> Any:  # noqa: ANN401
+    """The reward of one answer, not yet validated: from named parts, or a list of one."""
     if isinstance(given, list | tuple) and len(given) == 1:
         return _one_reward(given[0])
     if isinstance(given, Mapping):
-        return _one_reward(given["reward"]) if "reward" in given else float(sum(given.values()))
-    return float(given)
+        if "reward" in given:
+            return _one_reward(given["reward"])
+        return sum(map(_one_reward, given.values()))
+    return given
 
 
 def _named(rewards: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -197,7 +199,9 @@ def _named(rewards: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any
     for number, reward in enumerate(rewards, start=1):
         _refuse_no_reward(reward)
         name = name_of(reward)
-        parts[f"{name}_{number}" if name in parts else name] = reward
+        while name in parts or name == "reward":  # a part of that name would be the whole reward
+            name = f"{name}_{number}"
+        parts[name] = reward
     if not parts:
         raise ConfigError("a list of rewards must hold at least one function, got none")
     return parts

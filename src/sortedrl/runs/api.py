@@ -431,7 +431,8 @@ def _model(
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             "model must be a hub name, a folder, a GGUF file, 'tiny' or a transformers model, got "
-            f"{type(model).__name__}; for a PEFT model, pass model.merge_and_unload()"
+            f"{type(model).__name__}; of a PEFT model pass model.merge_and_unload(), and of a run "
+            "run.trained_folder"
         )
     from sortedrl.models.loading import without_bars
 

@@ -88,8 +88,10 @@ def train(
     are used as they are. A `reward` that is a Python object replaces that of the settings. On a
     cluster that lost its trainer, or all of its workers, the run resumes automatically.
     """
+    is_list: bool = isinstance(callbacks, Sequence)
     require(
-        not callable(callbacks), "callbacks must be a list of functions, got one; give [callback]"
+        is_list and all(map(callable, callbacks)),
+        f"callbacks must be a list of functions, got {callbacks!r:.80}; give [callback]",
     )
     _refuse_early(settings)
     if not is_resumed:

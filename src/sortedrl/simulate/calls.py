@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, get_args
 
+from sortedrl.config.checks import require
 from sortedrl.config.parsing import settings_with
 from sortedrl.config.schedule import ModeName, StrategyName
 from sortedrl.simulate.compare import SimulationResult, best_of, results_of, row
@@ -73,6 +74,11 @@ def compare(
     >>> compare("six", strategies=["sorted"], modes=["partial"], lookaheads=[0])
     sorted/partial trains 1.33 x the tokens of sync per second of rollout (2 schedules compared)
     """
+    for name, given in (("strategies", strategies), ("modes", modes)):
+        require(
+            not isinstance(given, str),
+            f"{name} must be a list of names, got one: {given!r}; give [{given!r}]",
+        )
     results = results_of(
         _settings(source), strategies=strategies, modes=modes, lookaheads=lookaheads
     )

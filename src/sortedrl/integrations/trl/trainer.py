@@ -143,6 +143,17 @@ class SortedGRPOTrainer(GRPOTrainer):
         """Refuse what cannot work, then make TRL's trainer."""
         require(tool_threads >= 1, f"tool_threads must be at least 1, got {tool_threads}")
         require(max_open is None or max_open >= 1, f"max_open must be at least 1, got {max_open}")
+        require(slots is None or slots >= 1, f"slots must be at least 1, got {slots}")
+        require(
+            engine is None or callable(engine),
+            "engine must be a function that makes an engine on the model, such as lambda model: "
+            f"NativeEngine(model, slots=64, cache_bytes=8 << 30), got {engine!r:.80}; leave it out "
+            "for the native engine",
+        )
+        require(
+            engine is None or args is None or not args.use_vllm,
+            "engine and use_vllm both say what generates the answers; leave one of them out",
+        )
         if rollout_func is not None:
             raise ConfigError(
                 "rollout_func and SortedRL's scheduler both generate the answers; leave "
@@ -154,7 +165,7 @@ class SortedGRPOTrainer(GRPOTrainer):
                 f"{type(train_dataset).__name__}; load it without streaming"
             )
         require(
-            "prompt" in train_dataset.column_names,
+            environment_factory is not None or "prompt" in train_dataset.column_names,
             "train_dataset must have a column 'prompt', got "
             f"{', '.join(train_dataset.column_names)}; rename one with rename_column",
         )
@@ -267,7 +278,8 @@ class SortedGRPOTrainer(GRPOTrainer):
     def _may_regroup(self) -> bool:
         """Whether the gradient of a step is the same however its answers are dealt to passes."""
         means_over_tokens_of_a_pass = self.loss_type == "bnpo" or self._entropy_bonus_enabled
-        return not (means_over_tokens_of_a_pass or self.aux_loss_enabled)
+        picks_tokens_of_a_pass = self.top_entropy_quantile < 1.0
+        return not (means_over_tokens_of_a_pass or picks_tokens_of_a_pass or self.aux_loss_enabled)
 
     def _get_per_token_logps_and_entropies(
         self,

@@ -30,7 +30,8 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -315,7 +316,8 @@ class SortedTrainer(PPOTrainerColocateAsync):
         tags = [{NUMBER: number} for number in numbers.values()]
         transfer_queue.kv_batch_put(keys=uids, partition_id=TRAIN, tags=tags)
         self.replay_buffer.submitted(numbers)
-        return int(super()._submit_batch_to_rollout(batch))
+        with _saying_how_to_resume():
+            return int(super()._submit_batch_to_rollout(batch))
 
     def _submit_again(self, uids: Sequence[str]) -> None:
         """Generate new answers to complete or failed prompts, in place of those they have."""
@@ -326,7 +328,8 @@ class SortedTrainer(PPOTrainerColocateAsync):
         tensordict_utils.assign_non_tensor_data(batch, "global_steps", self.global_steps)
         tag = {"is_prompt": True, "status": "pending", "global_steps": self.global_steps}
         transfer_queue.kv_batch_put(keys=keys, partition_id=TRAIN, tags=[dict(tag) for _ in keys])
-        self.agent_loop_manager.generate_sequences(batch)
+        with _saying_how_to_resume():
+            self.agent_loop_manager.generate_sequences(batch)
 
     def _check_workers(self) -> None:
         """Fail when an agent loop worker died: its prompts would be waited for for ever."""
@@ -334,14 +337,21 @@ class SortedTrainer(PPOTrainerColocateAsync):
             workers = self.agent_loop_manager.agent_loop_workers
             self._pings = [worker.__ray_ready__.remote() for worker in workers]
         answered, self._pings = ray.wait(self._pings, num_returns=len(self._pings), timeout=0)
-        try:
+        with _saying_how_to_resume():
             ray.get(answered)
-        except ray.exceptions.RayActorError as error:
-            raise TrainingError(
-                f"an agent loop worker died ({error}); start the run again with "
-                "trainer.resume_mode=auto: TransferQueue's checkpoint has every prompt that is "
-                "not trained"
-            ) from error
+
+
+@contextmanager
+def _saying_how_to_resume() -> Iterator[None]:
+    """Inside, the death of an agent loop worker is an error that says what to do."""
+    try:
+        yield
+    except ray.exceptions.RayActorError as error:
+        raise TrainingError(
+            f"an agent loop worker died ({error}); start the run again with "
+            "trainer.resume_mode=auto: TransferQueue's checkpoint has every prompt that is not "
+            "trained"
+        ) from error
 
 
 class RestartingClient(LLMServerClient):

@@ -609,16 +609,22 @@ def served(descriptor: int, load: Callable[[RewardSource], T]) -> Served[T] | No
     try:
         loaded = load(setup.source)
     except ConfigError as error:
-        connection.send(Refused(str(error), is_setting=True))
+        _refuse(connection, Refused(str(error), is_setting=True))
         return None
     except (Exception, SystemExit):  # noqa: BLE001  what the user's module does when imported
-        connection.send(Refused(traceback.format_exc(), is_setting=False))
+        _refuse(connection, Refused(traceback.format_exc(), is_setting=False))
         return None
     if setup.memory_bytes is not None:
         limit_memory(setup.memory_bytes)
     works: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, works), daemon=True).start()
     return Served(connection, setup, loaded, works)
+
+
+def _refuse(connection: Connection, refused: Refused) -> None:
+    # Another worker may have refused first, and the parent has closed them all.
+    with suppress(OSError):
+        connection.send(refused)
 
 
 def _receive(connection: Connection, works: queue.SimpleQueue[Any]) -> None:
