@@ -103,6 +103,14 @@ def test_several_rewards_of_every_kind_are_added_up():
     assert (first["reward/lambda"], first["reward/slow"], first["reward/many"]) == (1, 0.75, 2)
 
 
+def test_a_part_called_mean_does_not_replace_the_mean_of_the_reward():
+    def parts(prompt, response):
+        return {"mean": 1.0, "other": 2.0}
+
+    first = train(reward=parts, max_tokens=2).metrics[0]
+    assert (first["reward/mean"], first["reward/other"]) == (3.0, 2.0)
+
+
 def test_a_function_called_reward_is_one_of_several_too():
     def reward(prompt, response):
         return 1.0

@@ -23,8 +23,8 @@ SERVER = "http://localhost:8000"
     ("given", "said"),
     [
         ({"engine": "vlm"}, "did you mean 'vllm'"),
-        ({"engine": "servers"}, "give at least one address"),
-        ({"urls": (SERVER,)}, "set engine to 'servers'"),
+        ({"engine": "servers"}, "needs the address of at least one server, got none"),
+        ({"urls": (SERVER,)}, "set rollout.engine to 'servers' or leave"),
         ({"engine": "servers", "urls": (SERVER, SERVER)}, "each server once"),
         ({"engine": "servers", "urls": ("localhost:8000",)}, "such as http://localhost:8000"),
         ({"engine": "vllm", "weight_sync_folder": Path("x")}, "is for engine 'servers'"),

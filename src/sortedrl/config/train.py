@@ -87,9 +87,14 @@ class Rollout:
     def _check_servers(self) -> None:
         has_servers = self.engine == "servers"
         require(
-            bool(self.urls) == has_servers,
+            bool(self.urls) or not has_servers,
+            "rollout.engine 'servers' needs the address of at least one server, got none; set "
+            "rollout.urls, such as to ['http://localhost:8000']",
+        )
+        require(
+            has_servers or not self.urls,
             f"rollout.urls is for engine 'servers', got engine {self.engine!r} with "
-            f"{list(self.urls)}; set engine to 'servers' and give at least one address",
+            f"{list(self.urls)}; set rollout.engine to 'servers' or leave rollout.urls out",
         )
         require(
             len(set(self.urls)) == len(self.urls),

@@ -170,7 +170,8 @@ class TrainingRun:
         self.checkpoints.check()
         counters.updates += 1
         figures = self.logs.meter.window()
-        self._log(figures, {**trainer.last, **self.parts.numbers(), **_reward_parts(batch)})
+        # A part called `mean` or `std` does not replace the number of the whole reward.
+        self._log(figures, {**_reward_parts(batch), **trainer.last, **self.parts.numbers()})
         self._require_agreement()
         self._keep_answers(batch)
         line = update_line(
