@@ -117,6 +117,17 @@ def test_a_shown_program_runs(body, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_first_run_of_the_quickstart_is_trained_further_when_it_is_resumed(tmp_path):
+    shell = [body for page, body in blocks("sh") if page == "docs/start/quickstart.md"]
+    (body,) = [body for body in shell if "runs/first" in body]
+    updates = []
+    for command in body.replace("\\\n", "").splitlines():
+        done = run(command, tmp_path)
+        assert done.returncode == 0, done.stderr
+        updates.append(len((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()))
+    assert updates[0] == updates[1] < updates[2]
+
+
 def test_every_picture_is_shown_and_every_shown_picture_exists():
     shown = set()
     for page in PAGES:
