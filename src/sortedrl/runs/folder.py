@@ -159,13 +159,11 @@ class RunFolder:
         logs = (self.events, self.metrics, self.checkpoints)
         return self.mark.exists() or (self.config.exists() and any(p.exists() for p in logs))
 
-    def refuse_second_run(self) -> None:
+    def refuse_second_run(self, *, can_resume: bool = True) -> None:
         """Refuse a folder that holds a run already, or files that a run would overwrite."""
         if self.holds_run:
-            raise ConfigError(
-                f"{self.root} already holds a run; resume it (--resume), "
-                "or choose another folder (--out)"
-            )
+            advice = "resume it (--resume), or choose" if can_resume else "choose"
+            raise ConfigError(f"{self.root} already holds a run; {advice} another folder (--out)")
         logs = (self.events, self.metrics, self.answers)
         written = (self.config, *logs, self.checkpoints, self.model)
         taken = [path.name for path in written if os.path.lexists(path)]
