@@ -245,9 +245,10 @@ class RunFolder:
                 raise DataError(self.mark, f"cannot be locked ({error.strerror})") from error
 
     def _write_mark(self, facts: Mapping[str, str]) -> None:
-        if not self.mark.stat().st_size:
-            mark = {"format": _FORMAT, "version": 1, **facts}
-            self.mark.write_text(json.dumps(mark) + "\n")
+        with os_errors(self.mark, "cannot be written"):
+            if not self.mark.stat().st_size:
+                mark = {"format": _FORMAT, "version": 1, **facts}
+                self.mark.write_text(json.dumps(mark) + "\n")
 
     def _undo(self) -> None:
         """Remove the files of a run that failed before it logged anything."""
