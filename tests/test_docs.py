@@ -128,6 +128,18 @@ def test_the_first_run_of_the_quickstart_is_trained_further_when_it_is_resumed(t
     assert updates[0] == updates[1] < updates[2]
 
 
+def test_the_times_of_the_tutorial_are_those_of_its_plan():
+    page = (ROOT / "docs/tutorials/gsm8k.md").read_text()
+    (command,) = re.findall(r"^sortedrl train .*--dry-run.*$", page, flags=re.MULTILINE)
+    done = run(command, ROOT)
+    assert done.returncode == 0, done.stderr
+    planned = re.search(r"predicted  (\d+) minutes \(sync: (\d+) minutes\)", done.stdout)
+    shown = re.search(r"about (\d+) minutes on an H100, and (\d+) with the synchronous", page)
+    assert planned is not None
+    assert shown is not None
+    assert planned.groups() == shown.groups()
+
+
 def test_every_picture_is_shown_and_every_shown_picture_exists():
     shown = set()
     for page in PAGES:
