@@ -111,11 +111,14 @@ def test_adapters_are_folded_into_the_model_that_is_left(capsys, tmp_path):
     assert all("_proj.weight" in name for name in changed), "embeddings and norms are left alone"
 
 
-@pytest.mark.parametrize("row", [{"prompt": "A:b;"}, {"prompt": "A:b;", "response": ""}])
+@pytest.mark.parametrize("row", [{"completion": "x"}, {"response": ""}])
 def test_a_row_without_a_response_is_refused_with_its_place(capsys, tmp_path, row):
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "A:b;", "response": "x"}, row])
+    path = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "A:b;", "response": "x"}, {"prompt": "A:b;"} | row]
+    )
     _, err = said(capsys, sft_words(tmp_path / "run", task=path), code=2)
-    assert f"{path}:2: supervised training needs a text in the field 'response'" in err
+    got = "''" if "response" in row else "only completion"
+    assert f"{path}:2: supervised training needs a text in the field 'response', got {got};" in err
     assert not (tmp_path / "run").exists()
 
 
@@ -140,9 +143,12 @@ def test_a_folder_that_holds_a_run_is_refused(capsys, tmp_path):
     said(capsys, sft_words(tmp_path / "run", "--max-steps", "1"))
     before = weights(tmp_path / "run")
     _, err = said(capsys, sft_words(tmp_path / "run"), code=2)
-    assert "already holds a run" in err
-    assert weights(tmp_path / "run") == before
+    assert "already holds a run; choose another folder (--out)" in err
     assert said(capsys, ["train", tmp_path / "run", "--resume"], code=2)[1]
+    # The settings of a training run, in the folder of the supervised one.
+    _, err = said(capsys, run_words(tmp_path / "run", "--resume"), code=2)
+    assert "it is a run of sortedrl sft" in err
+    assert weights(tmp_path / "run") == before
 
 
 def test_a_model_without_weights_is_refused_and_nothing_is_written(capsys, tmp_path):

@@ -117,6 +117,29 @@ def test_a_shown_program_runs(body, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_first_run_of_the_quickstart_is_trained_further_when_it_is_resumed(tmp_path):
+    shell = [body for page, body in blocks("sh") if page == "docs/start/quickstart.md"]
+    (body,) = [body for body in shell if "runs/first" in body]
+    updates = []
+    for command in body.replace("\\\n", "").splitlines():
+        done = run(command, tmp_path)
+        assert done.returncode == 0, done.stderr
+        updates.append(len((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()))
+    assert updates[0] == updates[1] < updates[2]
+
+
+def test_the_times_of_the_tutorial_are_those_of_its_plan():
+    page = (ROOT / "docs/tutorials/gsm8k.md").read_text()
+    (command,) = re.findall(r"^sortedrl train .*--dry-run.*$", page, flags=re.MULTILINE)
+    done = run(command, ROOT)
+    assert done.returncode == 0, done.stderr
+    planned = re.search(r"predicted  (\d+) minutes \(sync: (\d+) minutes\)", done.stdout)
+    shown = re.search(r"about (\d+) minutes on an H100, and (\d+) with the synchronous", page)
+    assert planned is not None
+    assert shown is not None
+    assert planned.groups() == shown.groups()
+
+
 def test_every_picture_is_shown_and_every_shown_picture_exists():
     shown = set()
     for page in PAGES:

@@ -450,6 +450,24 @@ def test_nothing_outlives_a_killed_parent(word, tmp_path):
     assert_gone(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.parametrize("call", ["send('refused')", "recv()"])
+def test_a_worker_whose_pool_has_gone_exits_without_a_traceback(call):
+    """Such as the second of two workers that refuse the same source."""
+    script = (
+        "import socket\n"
+        "from sortedrl.rewards.pool.process import PoolConnection\n"
+        "ours, theirs = socket.socketpair()\n"
+        "connection = PoolConnection(theirs.detach())\n"
+        "ours.close()\n"
+        f"connection.{call}\n"
+        "print('still here')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], timeout=300, check=False, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize(
     ("address", "words"),
     [

@@ -232,12 +232,23 @@ def test_where_every_checkpoint_is_damaged_nothing_is_written_over(capsys, copie
 
 def test_a_run_that_never_saved_begins_anew(capsys, copied):
     shutil.rmtree(copied / "checkpoints")
+    shutil.rmtree(copied / "model")
     _, err = said(capsys, ["train", copied, "--resume", *MORE])
     assert "has no complete checkpoint yet; starting from the beginning" in err
     assert num_resumes(copied) == 0
     assert weights(copied) == weights("whole")
     assert events(copied) == events("whole")
     assert metrics(copied) == metrics("whole")
+
+
+def test_a_finished_run_whose_checkpoints_were_deleted_is_not_begun_anew(capsys, copied):
+    """It would be trained over: the model is all that is left of it."""
+    shutil.rmtree(copied / "checkpoints")
+    before = contents(copied)
+    _, err = said(capsys, ["train", copied, "--resume", *MORE], code=2)
+    assert "must have a checkpoint to resume from, but this one has only its trained model" in err
+    assert f"--model {copied / 'model'}" in err
+    assert contents(copied) == before
 
 
 def test_where_there_is_no_run_to_resume_a_new_one_begins_with_words(capsys, tmp_path):

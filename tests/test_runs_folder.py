@@ -1,6 +1,8 @@
 """The folder of a run: begun once, with settings that are read back as they were written."""
 
+import errno
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,21 @@ def test_a_run_that_comes_to_nothing_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fail("something happened\n")
     assert folder.holds_run
+
+
+def test_a_full_disk_refuses_a_new_run_and_keeps_nothing_of_it(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with (
+        pytest.raises(DataError, match=r"run\.json: cannot be written \(No space left"),
+        folder.left_as_found(),
+        folder.created("seed = 1\n"),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_process_at_a_time_holds_a_folder(tmp_path):

@@ -455,6 +455,10 @@ DEEP = b'{"token_ids":' + b"[" * 200_000
         (COMPLETE, {"prompt": [[1], [2]]}, 400, "prompt must be one prompt, got 2"),
         (COMPLETE, {"prompt": {"a": 1}}, 400, "prompt must be a list of token ids"),
         (COMPLETE, {"prompt": ""}, 400, "prompt must have 1..255 tokens, got 0"),
+        (COMPLETE, {"prompt": "a\ud800"}, 400, "a text has half a character"),
+        (COMPLETE, {"prompt": "a", "stop": ["\udfff"]}, 400, "a text has half a character"),
+        (COMPLETE, {"prompt": "a", "\udb00": 1}, 400, "a text has half a character"),
+        (COMPLETE, {"prompt": "a", "stop": ["\\ud800", "\U0001f600"], "n": 3}, 400, "n must be 1"),
         (COMPLETE, {"prompt": "a", "echo": True}, 400, "echo must be false, got True"),
         (COMPLETE, {"prompt": "a", "n": 3}, 400, "n must be 1, got 3"),
         (LOAD, {}, 400, "model_path must name a folder"),
@@ -487,6 +491,7 @@ def test_a_request_that_cannot_be_answered_is_refused_in_a_sentence(
         ({"Content-Length": "9" * 12}, b"", 413),
         ({"Transfer-Encoding": "chunked"}, b"0\r\n\r\n", 411),
         ({}, b" " * (2 << 20), 413),
+        ({}, b'{"token_ids": [1], "sampling_params": {"stop": "\xed\xa0\x80"}}', 400),
     ],
 )
 def test_a_request_with_nasty_headers_is_refused(world, headers, body, status):

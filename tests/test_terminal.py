@@ -25,6 +25,33 @@ def test_a_table_keeps_its_columns_whole(capsys):
     assert lines[2].rstrip().endswith("22")
 
 
+@pytest.mark.parametrize("width", [80, 40])
+def test_a_table_on_a_narrow_terminal_folds_names_into_readable_parts_and_no_number(
+    capsys, monkeypatch, width
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", str(width))
+    name, numbers = "tail_batching/on_policy", ["1234567.8"] * 6
+    table(["strategy/mode", *"abcdef"], [[name, *numbers]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[1:] == numbers
+    assert len(lines[1].split()[0]) >= 12
+    assert "".join(line.split()[0] for line in lines[1:]) == name
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+
+
+def test_a_table_that_just_fits_a_terminal_folds_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "80")
+    numbers = ["12345678"] * 7
+    table(["strategy/mode", *"abcdefg"], [["sorted/on_policy", *numbers]])
+    heading, line = capsys.readouterr().out.splitlines()
+    assert line.split() == ["sorted/on_policy", *numbers]
+    assert len(heading.rstrip()) == len(line.rstrip()) == 79
+
+
 def test_nothing_in_a_table_is_read_as_markup(capsys):
     table(MARKUP[:3], [[text, text, "1"] for text in MARKUP])
     heading, *lines = capsys.readouterr().out.splitlines()

@@ -261,6 +261,18 @@ def test_a_full_disk_is_called_by_its_name(tmp_path):
     )
 
 
+def test_a_checkpoint_that_cannot_be_saved_again_is_still_the_last_complete_one(tmp_path):
+    def write(folder):
+        Path("/dev/full").write_bytes(b"x")
+
+    checkpoints = checkpoints_in(tmp_path)
+    for update in (1, 2):
+        checkpoints.save(update, writer(update))
+    with pytest.raises(CheckpointError, match="the last complete checkpoint is update-000002"):
+        checkpoints.save(2, write)
+    assert checkpoints.newest() == tmp_path / "update-000002"
+
+
 @contextmanager
 def small_disk(place, options):
     mount = ["mount", "-t", "tmpfs", "-o", options, "sortedrl", str(place)]

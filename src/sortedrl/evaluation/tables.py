@@ -75,19 +75,18 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
 def comparison_table(comparison: Comparison) -> Table:
     """Headings and rows of text, for a table on the terminal."""
     columns = ["task", "level", "prompts", comparison.before, comparison.after, "change"]
-    columns += ["95 % interval", "p", "better", "worse", "equal"]
+    columns += ["95 % interval", "p", "better", "worse"]
     lines = [
         [
             *_names(part),
             *_change_cells(part.mean),
             f"{part.num_better:,}",
             f"{part.num_worse:,}",
-            f"{part.num_equal:,}",
         ]
         for part in comparison.parts
     ]
     if comparison.macro:
-        lines.append([MACRO, "", "", *_change_cells(comparison.macro[1]), "", "", ""])
+        lines.append([MACRO, "", "", *_change_cells(comparison.macro[1]), "", ""])
     return columns, lines
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -27,6 +28,8 @@ Advance = Callable[[str, float], None]
 """Report the current activity, and how much of the total is done."""
 
 _PLAIN_SECONDS = 5.0
+_FOLDED_WIDTH = 12
+"""A folded name of a table is not narrower."""
 PAGE = b'<meta name="generator" content="sortedrl">'
 """What every page of ours has near its beginning."""
 _PICTURE = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
@@ -51,19 +54,28 @@ def progress(total: float) -> Iterator[Advance]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under headings, the first column left-aligned and the others right-aligned."""
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, name in enumerate(columns):
-        # If the terminal is too narrow, names are folded and numbers are not.
-        if number:
-            grid.add_column(Text(one_line(name)), justify="right", no_wrap=True)
-        else:
-            grid.add_column(Text(one_line(name)), overflow="fold")
-    for row in rows:
-        grid.add_row(*(Text(one_line(cell)) for cell in row))
+    """Print rows under headings, the first column left-aligned and the others right-aligned.
+
+    A terminal that is too narrow gets one space between columns, then a folded first column; lines
+    that are still too long are left to the terminal to wrap.
+    """
+    lines = [[one_line(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120
+    gap = 2 if sum(widths) + 2 * len(widths[1:]) <= console.width else 1
+    first = min(widths[0], _FOLDED_WIDTH)
+    console.width = max(console.width, first + sum(widths[1:]) + gap * len(widths[1:]))
+    grid = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    for number, name in enumerate(lines[0]):
+        # Names are folded and numbers are not.
+        if number:
+            grid.add_column(Text(name), justify="right", no_wrap=True)
+        else:
+            grid.add_column(Text(name), overflow="fold", min_width=first)
+    for row in lines[1:]:
+        grid.add_row(*map(Text, row))
     console.print(grid)
 
 

@@ -151,13 +151,11 @@ class RunFolder:
         logs = (self.events, self.metrics, self.checkpoints)
         return self.mark.exists() or (self.config.exists() and any(p.exists() for p in logs))
 
-    def refuse_second_run(self) -> None:
+    def refuse_second_run(self, *, can_resume: bool = True) -> None:
         """Refuse a folder that holds a run already, or files that a run would overwrite."""
         if self.holds_run:
-            raise ConfigError(
-                f"{self.root} already holds a run; resume it (--resume), "
-                "or choose another folder (--out)"
-            )
+            advice = "resume it (--resume), or choose" if can_resume else "choose"
+            raise ConfigError(f"{self.root} already holds a run; {advice} another folder (--out)")
         logs = (self.events, self.metrics, self.answers)
         written = (self.config, *logs, self.checkpoints, self.model)
         taken = [path.name for path in written if os.path.lexists(path)]
@@ -239,9 +237,10 @@ class RunFolder:
                 raise DataError(self.mark, f"cannot be locked ({error.strerror})") from error
 
     def _write_mark(self, facts: Mapping[str, str]) -> None:
-        if not self.mark.stat().st_size:
-            mark = {"format": _FORMAT, "version": 1, **facts}
-            self.mark.write_text(json.dumps(mark) + "\n")
+        with os_errors(self.mark, "cannot be written"):
+            if not self.mark.stat().st_size:
+                mark = {"format": _FORMAT, "version": 1, **facts}
+                self.mark.write_text(json.dumps(mark) + "\n")
 
     def _undo(self) -> None:
         """Remove the files of a run that failed before it logged anything."""

@@ -194,6 +194,13 @@ class _Opening:
                     f"{folder.checkpoints}: none of the {checkpoints.num_named} checkpoints is "
                     "usable, for the reasons above; repair one, or start a new run (another --out)"
                 )
+            if folder.model.exists():
+                raise CheckpointError(
+                    f"{folder.root}: a run must have a checkpoint to resume from, but this one has "
+                    "only its trained model: it is a run of sortedrl sft, or its checkpoints were "
+                    f"deleted; train the model further in a new run (--model {folder.model}, and "
+                    "another --out)"
+                )
             self._tell(f"{folder.root} has no complete checkpoint yet; starting from the beginning")
             return None
         saved = Saved(newest, read_state(newest))

@@ -31,7 +31,14 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sortedrl.config.checks import PositiveFloat, PositiveInt, check_device, check_values, require
+from sortedrl.config.checks import (
+    PositiveFloat,
+    PositiveInt,
+    check_device,
+    check_values,
+    is_utf8,
+    require,
+)
 from sortedrl.core.clock import WallClock
 from sortedrl.core.events import Event, EventFile, Record
 from sortedrl.core.files import refuse_foreign
@@ -63,6 +70,7 @@ _LINGER_SECONDS = 1.0
 _CHUNK_BYTES = 1 << 16
 _SPARE_CONNECTIONS = 128
 _PORTS = 65_535
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -492,7 +500,14 @@ def _error(status: int, message: str) -> Answer:
 
 def _decoded(raw: bytes) -> object:
     try:
-        row: object = json.loads(raw, parse_constant=_refuse_constant)
+        text = raw.decode("utf-8-sig")
+        row: object = json.loads(text, parse_constant=_refuse_constant)
+        # Only an escape can make a lone surrogate, which neither tokenizer nor engine can encode.
+        if _SURROGATE.search(text) and not is_utf8(json.dumps(row, ensure_ascii=False)):
+            raise ValueError(
+                "a text has half a character, a lone surrogate, which UTF-8 cannot encode; it was "
+                "truncated or decoded wrongly"
+            )
     except (ValueError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
         raise HttpError(400, f"the body must be JSON ({reason:.200})") from error

@@ -146,7 +146,7 @@ def supervised_run(
 ) -> SupervisedEnding:
     """Train on the responses of a task's rows, and leave the model in the run's folder."""
     folder = RunFolder(settings.out)
-    folder.refuse_second_run()
+    folder.refuse_second_run(can_resume=False)
     tokenizer = tokenizer_of(settings.model)
     sequences = _sequences(task, tokenizer, settings, tell=tell)
     rows = step_rows(
@@ -242,9 +242,12 @@ def _sequences(
 def _refuse_without_response(row: Row) -> None:
     response = row.fields.get("response")
     if not isinstance(response, str) or not response:
+        others = ", ".join(row.fields) or "a prompt"
+        got = f"{response!r:.80}" if "response" in row.fields else f"only {others}"
         raise DataError(
             row.place,
-            f"supervised training needs a text in the field 'response', got {response!r:.80}",
+            f"supervised training needs a text in the field 'response', got {got}; give the "
+            "column with the answer to imitate that name",
         )
 
 

@@ -473,8 +473,9 @@ class Checkpoints:
         self._recover()
         self._remove_leftovers()
         path = self.path_for(update)
-        older = (folder for folder in self.complete() if folder != path)
-        save(path, write_with_score, previous=next(older, None))
+        # A resume that has nothing left to train on saves the same one again.
+        before = (folder for folder in self.complete() if folder.name <= path.name)
+        save(path, write_with_score, previous=next(before, None))
         self._set_future_aside(update, warn)
         self._prune(warn)
         return path

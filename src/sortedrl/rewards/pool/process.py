@@ -38,7 +38,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from sortedrl.errors import ConfigError, SortedRLError
 from sortedrl.rewards.functions import RewardSource
@@ -586,11 +586,38 @@ class Workers(Generic[W]):
             self.end(worker)
 
 
+class PoolConnection(Connection):
+    """The worker's end of the socket.
+
+    When the pool closes its end, the worker exits at once, with all processes it started.
+    """
+
+    def send(self, obj: object) -> None:
+        """Send a message to the pool."""
+        try:
+            super().send(obj)
+        except OSError:
+            _leave()
+
+    def recv(self) -> Any:  # noqa: ANN401  any message of the pool
+        """Wait for the pool's next message."""
+        try:
+            return super().recv()
+        except (EOFError, OSError):
+            _leave()
+
+
+def _leave() -> NoReturn:
+    if os.getpgrp() == os.getpid():  # without a guard
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Served(Generic[T]):
     """The worker's side once its source is loaded: its end of the socket, and the incoming work."""
 
-    connection: Connection
+    connection: PoolConnection
     setup: Setup
     loaded: T
     works: queue.SimpleQueue[Any]
@@ -599,20 +626,19 @@ class Served(Generic[T]):
 def served(descriptor: int, load: Callable[[RewardSource], T]) -> Served[T] | None:
     """Load the source that the parent names, in the worker; `None` if that failed.
 
-    A guard watches the process where there are guards. When the socket closes, the worker exits at
-    once, with all processes it started.
+    A guard watches the process where there are guards.
     """
     if IS_GUARDED:
         guarded(descriptor)
-    connection = Connection(descriptor)
+    connection = PoolConnection(descriptor)
     setup: Setup = connection.recv()
     try:
         loaded = load(setup.source)
     except ConfigError as error:
-        _refuse(connection, Refused(str(error), is_setting=True))
+        connection.send(Refused(str(error), is_setting=True))
         return None
     except (Exception, SystemExit):  # noqa: BLE001  what the user's module does when imported
-        _refuse(connection, Refused(traceback.format_exc(), is_setting=False))
+        connection.send(Refused(traceback.format_exc(), is_setting=False))
         return None
     if setup.memory_bytes is not None:
         limit_memory(setup.memory_bytes)
@@ -621,17 +647,6 @@ def served(descriptor: int, load: Callable[[RewardSource], T]) -> Served[T] | No
     return Served(connection, setup, loaded, works)
 
 
-def _refuse(connection: Connection, refused: Refused) -> None:
-    # Another worker may have refused first, and the parent has closed them all.
-    with suppress(OSError):
-        connection.send(refused)
-
-
-def _receive(connection: Connection, works: queue.SimpleQueue[Any]) -> None:
+def _receive(connection: PoolConnection, works: queue.SimpleQueue[Any]) -> None:
     while True:
-        try:
-            works.put(connection.recv())
-        except (EOFError, OSError):
-            if os.getpgrp() == os.getpid():  # without a guard
-                os.killpg(os.getpid(), signal.SIGKILL)
-            os._exit(0)
+        works.put(connection.recv())

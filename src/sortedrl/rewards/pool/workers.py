@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol
 
 from sortedrl.config.data import RewardSettings
@@ -35,6 +34,7 @@ from sortedrl.errors import RewardError
 from sortedrl.rewards.functions import CallStyle, RewardSource, load
 from sortedrl.rewards.pool.process import (
     Lost,
+    PoolConnection,
     Wait,
     WorkerLostError,
     WorkerProcess,
@@ -390,7 +390,7 @@ def main(descriptor: int) -> None:
 def _serve(
     call: Callable[..., Any],
     works: queue.SimpleQueue[Work],
-    connection: Connection,
+    connection: PoolConnection,
     *,
     is_batched: bool,
 ) -> None:
@@ -418,7 +418,7 @@ def _serve(
 async def _serve_async(
     call: Callable[..., Any],
     works: queue.SimpleQueue[Work],
-    connection: Connection,
+    connection: PoolConnection,
     *,
     is_batched: bool,
     limit: float | None,
@@ -456,7 +456,7 @@ def _arguments(work: Work, *, is_batched: bool) -> tuple[object, object]:
 
 
 def _report_scores(
-    connection: Connection, work: Work, began: float, returned: object, *, is_batched: bool
+    connection: PoolConnection, work: Work, began: float, returned: object, *, is_batched: bool
 ) -> None:
     """Report each answer; an invalid score is reported for its own answer."""
     num_answers = len(work.tickets)
@@ -476,7 +476,7 @@ def _report_scores(
 
 
 def _report_error(
-    connection: Connection, work: Work, began: float, kind: CallError, error: Exception
+    connection: PoolConnection, work: Work, began: float, kind: CallError, error: Exception
 ) -> None:
     seconds, message = time.perf_counter() - began, str(error)
     if kind == "raised":
