@@ -31,13 +31,14 @@ HEAD = (
     "deviation",
     "runs below the warm start",
     "against sync, points",
+    "against minibatch, points",
     "mean over the run, %",
     "slots idle, %",
 )
 
 
 def section(records: Sequence[Record]) -> str:
-    """Every arm at every rate, paired with plain `sync`."""
+    """Every arm at every rate, paired with the paper's two baselines."""
     runs = [record for record in records if record.numbers["kind"] == "run"]
     return f"{caption(runs)}\n\n{table(HEAD, rows(runs))}"
 
@@ -50,10 +51,17 @@ def rows(records: Sequence[Record]) -> list[list[str]]:
         arm = (rate, record.numbers["schedule"], variant)
         arms.setdefault(arm, {})[record.numbers["seed"]] = record.numbers
     ordered = sorted(arms, key=lambda arm: (float(arm[0]), arm[1] != "sync", arm[1], arm[2]))
-    return [_row(arm, arms[arm], arms.get((arm[0], "sync", "batch"), {})) for arm in ordered]
+    return [
+        _row(
+            arm,
+            arms[arm],
+            [arms.get((arm[0], baseline, "batch"), {}) for baseline in ("sync", "minibatch")],
+        )
+        for arm in ordered
+    ]
 
 
-def _row(arm: tuple[str, str, str], runs: Runs, sync: Runs) -> list[str]:
+def _row(arm: tuple[str, str, str], runs: Runs, baselines: Sequence[Runs]) -> list[str]:
     rate, schedule, variant = arm
     final = [run["last_score"] for run in runs.values()]
     fell = sum(run["last_score"] < run["first_score"] for run in runs.values())
@@ -66,7 +74,12 @@ def _row(arm: tuple[str, str, str], runs: Runs, sync: Runs) -> list[str]:
         percent(min(final)),
         percent(stdev(final)) if len(final) > 1 else "",
         str(fell),
-        difference(runs, sync, "last_score") if runs is not sync and len(sync) > 1 else "",
+        *(_against(runs, baseline) for baseline in baselines),
         percent(mean(run["mean_score"] for run in runs.values())),
         percent(mean(run["bubble"] for run in runs.values())),
     ]
+
+
+def _against(runs: Runs, baseline: Runs) -> str:
+    is_paired = runs is not baseline and len(runs.keys() & baseline.keys()) > 1
+    return difference(runs, baseline, "last_score") if is_paired else ""

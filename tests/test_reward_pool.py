@@ -2,7 +2,6 @@
 
 import json
 import logging
-import multiprocessing
 import os
 import re
 import subprocess
@@ -16,8 +15,7 @@ from hypothesis import strategies as st
 
 from sortedrl.config.data import RewardSettings
 from sortedrl.errors import ConfigError, RewardError
-from sortedrl.rewards.functions import RewardSource, load
-from sortedrl.rewards.pool import process
+from sortedrl.rewards.functions import RewardSource
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.types import Prompt
 
@@ -482,17 +480,6 @@ def test_a_worker_whose_pool_has_gone_exits_without_a_traceback(call):
 def test_a_wrong_address_is_refused_at_once(address, words):
     with pytest.raises(ConfigError, match=words):
         RewardPool(RewardSource(address), RewardSettings(workers=1))
-
-
-def test_a_worker_that_refuses_after_another_one_says_nothing(monkeypatch):
-    """The first refusal ends the pool, which has closed the sockets of the others by then."""
-    monkeypatch.setattr(process, "IS_GUARDED", False)
-    ours, theirs = multiprocessing.Pipe()
-    ours.send(process.Setup(source("lenght"), memory_bytes=None))
-    ours.close()
-    descriptor = os.dup(theirs.fileno())
-    theirs.close()
-    assert process.served(descriptor, load) is None
 
 
 def test_an_unknown_option_is_refused_at_once():
