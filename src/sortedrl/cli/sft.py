@@ -14,6 +14,7 @@ from sortedrl.cli.arguments import parse, source_and_flags
 from sortedrl.config.parsing import read_toml, settings_over
 from sortedrl.config.train import SupervisedSettings
 from sortedrl.errors import ConfigError
+from sortedrl.evaluation.tables import several
 from sortedrl.runs.output import duration
 from sortedrl.runs.start import warm_start
 
@@ -60,8 +61,8 @@ def run(arguments: Sequence[str]) -> None:
         print(json.dumps({"folder": str(settings.out), **asdict(ending)}, indent=2))
     else:
         print(
-            f"{ending.steps} steps in {duration(ending.seconds)}, loss {ending.loss:.4f}; "
-            f"the model is in {settings.out / 'model'}"
+            f"{several(ending.steps, 'step')} in {duration(ending.seconds)}, "
+            f"loss {ending.loss:.4f}; the model is in {settings.out / 'model'}"
         )
     if not ending.is_complete:
         raise SystemExit(130)

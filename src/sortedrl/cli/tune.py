@@ -77,7 +77,7 @@ def _summary(tuned: Tuned) -> list[str]:
         + ("" if tuned.is_current_allowed else "; does not meet the constraints"),
         f"gain:  {tuned.gain:.2f} x trained tokens per second of the whole run"
         + (
-            f", within the error of such predictions ({PREDICTION_ERROR:.0%})"
+            f", within the error of such predictions ({100 * PREDICTION_ERROR:.0f} %)"
             if abs(tuned.gain - 1) < PREDICTION_ERROR
             else ""
         ),

@@ -381,6 +381,6 @@ def _refuse_too_big(model: PreTrainedModel, device: torch.device) -> None:
     if needed > free:
         raise ModelError(
             f"the model's {needed / _GIB:.1f} GiB of weights do not fit into the "
-            f"{free / _GIB:.1f} GiB free on {device}; a model of {free / needed:.0%} of this size "
-            "would fit: use a smaller dtype or model"
+            f"{free / _GIB:.1f} GiB free on {device}; a model of "
+            f"{100 * free / needed:.0f} % of this size would fit: use a smaller dtype or model"
         )

@@ -27,6 +27,7 @@ from sortedrl.engines.sampling import Sampling
 from sortedrl.environments.pool import EnvironmentPool, opened_rows
 from sortedrl.errors import CheckpointError, ConfigError, DataError
 from sortedrl.evaluation.runner import Question
+from sortedrl.evaluation.tables import several
 from sortedrl.models.shape import shape_of
 from sortedrl.report.live import View
 from sortedrl.report.live_state import Source
@@ -147,7 +148,7 @@ class _EventSink:
         run.view(event)
         if isinstance(event, Finish):
             ready = run.parts.loop.buffer.num_harvestable
-            run.show(f"{ready} answers ready, {event.running} being generated")
+            run.show(f"{several(ready, 'answer')} ready, {event.running} being generated")
 
 
 def identity_of(task: Task) -> dict[str, Any]:

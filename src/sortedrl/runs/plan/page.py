@@ -499,15 +499,15 @@ def _prediction_lines(prediction: Prediction, slots: int) -> list[str]:
     lengths = "a guess" if prediction.are_lengths_guessed else "as given"
     text = [
         f"predicted  {_time(prediction.hours)} (sync: {_time(prediction.sync_hours)}); "
-        f"bubble {prediction.bubble:.1%} (sync: {prediction.sync_bubble:.1%})",
+        f"bubble {100 * prediction.bubble:.1f} % (sync: {100 * prediction.sync_bubble:.1f} %)",
         f"           goodput {prediction.goodput:,.0f} trained tokens/s of rollout, "
         f"{prediction.trained_per_second:,.0f} with updates; rollout takes "
-        f"{prediction.rollout_share:.0%} of the time",
+        f"{100 * prediction.rollout_share:.0f} % of the time",
     ]
     if abs(prediction.hours / prediction.sync_hours - 1) < PREDICTION_ERROR:
         text.append(
             "           the difference to sync is within the error of such predictions "
-            f"({PREDICTION_ERROR:.0%})"
+            f"({100 * PREDICTION_ERROR:.0f} %)"
         )
     if prediction.slots < slots:
         text.append(
@@ -532,7 +532,7 @@ def _conversation_lines(talk: ConversationPlan) -> list[str]:
     text = [
         f"turns      {talk.turns:.1f} on average, replies take {talk.reply_seconds:.2g} s and "
         f"bring {talk.given_tokens:,.0f} tokens in all: {source}",
-        f"           slots that were idle while a tool worked: {talk.outside_bubble:.1%}",
+        f"           slots that were idle while a tool worked: {100 * talk.outside_bubble:.1f} %",
     ]
     if talk.fills_context:
         text.append(
