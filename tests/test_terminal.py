@@ -32,6 +32,7 @@ def test_a_table_on_a_narrow_terminal_folds_names_into_readable_parts_and_no_num
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("LINES", "25")  # rich ignores the width of a dumb terminal without it
     name, numbers = "tail_batching/on_policy", ["1234567.8"] * 6
     table(["strategy/mode", *"abcdef"], [[name, *numbers]])
     lines = capsys.readouterr().out.splitlines()
@@ -45,6 +46,7 @@ def test_a_table_that_just_fits_a_terminal_folds_nothing(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "25")
     numbers = ["12345678"] * 7
     table(["strategy/mode", *"abcdefg"], [["sorted/on_policy", *numbers]])
     heading, line = capsys.readouterr().out.splitlines()

@@ -96,11 +96,11 @@ def run(arguments: Sequence[str]) -> None:
     given = parse_over_settings(
         lambda base: Arguments(simulation=base), arguments, name="compare", description=HELP
     )
+    refuse_other_picture(given.plot)
     beside = None
     if given.plot is not None:
         beside = given.plot.with_name(given.plot.stem + "-bars" + given.plot.suffix)
-    refuse_other_picture(given.plot)
-    refuse_other_picture(beside)
+        refuse_other_picture(beside)
     if given.simulation.conversations.is_used:
         _compare_agents(given)
         return

@@ -65,7 +65,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not console.is_terminal:
         console.width = 120
     gap = 2 if sum(widths) + 2 * len(widths[1:]) <= console.width else 1
-    first = min(widths[0], _FOLDED_WIDTH)
+    first = min(widths[0], max(_FOLDED_WIDTH, cell_len(lines[0][0])))
     console.width = max(console.width, first + sum(widths[1:]) + gap * len(widths[1:]))
     grid = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     for number, name in enumerate(lines[0]):
