@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 # A remote engine times out itself, before the pool does.
 _POOL_TIMEOUT_FACTOR = 1.25
 # The run waits meanwhile.
-_JOIN_SECONDS = 30.0
+_JOIN_SECONDS = 60.0
 # What is free may be in pieces on several machines, none of which has room for a worker.
 _GROW_SECONDS = 10.0
 _MOST_SKIPPED_SYNCS = 64
