@@ -20,6 +20,8 @@ _VARIANTS = {
     "cap": "at most 1 version old",
     "ess": "steps scaled by ESS, geometric mask",
 }
+_FEWEST_SEEDS = 5
+"""An arm of fewer seeds has no row yet."""
 Runs = Mapping[int, Mapping[str, Any]]
 HEAD = (
     "learning rate",
@@ -50,7 +52,8 @@ def rows(records: Sequence[Record]) -> list[list[str]]:
         variant, _, rate = record.numbers["algorithm"].partition("_")
         arm = (rate, record.numbers["schedule"], variant)
         arms.setdefault(arm, {})[record.numbers["seed"]] = record.numbers
-    ordered = sorted(arms, key=lambda arm: (float(arm[0]), arm[1] != "sync", arm[1], arm[2]))
+    shown = (arm for arm, runs in arms.items() if len(runs) >= _FEWEST_SEEDS)
+    ordered = sorted(shown, key=lambda arm: (float(arm[0]), arm[1] != "sync", arm[1], arm[2]))
     return [
         _row(
             arm,
