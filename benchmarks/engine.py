@@ -85,12 +85,8 @@ def open_peer(
     if name == "native":
         from engine_peers.models import cache_bytes
         from engine_peers.native import Native
-        from sortedrl.engines.native import GpuKernels
 
-        decode, spans = settings.tiles
-        kernels = GpuKernels(products=settings.products, decode_tile=decode, span_tile=spans)
-        size = cache_bytes(model, workload)
-        return Native(model, workload, cache_bytes=size, kernels=kernels)
+        return Native(model, workload, cache_bytes=cache_bytes(model, workload))
     if name == "generate":
         from engine_peers.hugging_face import Generate
 

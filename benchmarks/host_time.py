@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from provenance import provenance
 from sortedrl.engines.native import NativeEngine, Sampling, cuda_runner, native_engine
 from sortedrl.engines.native.cuda_runner import CudaRunner, _Size
-from sortedrl.engines.native.hf_model import GpuKernels, HFModel
+from sortedrl.engines.native.hf_model import HFModel
 from sortedrl.engines.sampling import CacheSize
 from sortedrl.types import Prompt, Trajectory
 
@@ -91,16 +91,9 @@ def free_device() -> Iterator[None]:
         slots: int,
         max_rows: int,
         is_compiled: bool,
-        kernels: GpuKernels,
     ) -> CudaRunner:
-        return _FreeRunner(
-            hf_model,
-            size=size,
-            slots=slots,
-            max_rows=max_rows,
-            is_compiled=False,
-            kernels=kernels,
-        )
+        del is_compiled  # there is no forward pass
+        return _FreeRunner(hf_model, size=size, slots=slots, max_rows=max_rows, is_compiled=False)
 
     with (
         patch.object(torch.cuda, "Event", _Event),

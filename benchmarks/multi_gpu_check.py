@@ -38,7 +38,8 @@ _ANSWER_SECONDS = 120.0
 _TOKENS = 16
 _PROMPT = [5, 9, 2, 7]
 _SYNC_TENSORS = 64
-_LLAMA_8B = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (4096, 128256))
+_LLAMA_8B = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
+"""Inputs and outputs: packed qkv, o, packed gate and up, down, head."""
 _ROWS = (8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 _MOST_PADDED = 128
 _CPU_PROCESSES = 2
@@ -97,7 +98,7 @@ def _bits(on_cpu: bool) -> str:
             torch.nn.Linear(width // scale, height // scale, bias=False, dtype=dtype)
             for width, height in _LLAMA_8B
         ]
-    model, head = torch.nn.ModuleList(layers), layers[-1]
+    head = layers[-1]
     heard = _Heard()
     logger = logging.getLogger(invariant_products.__module__)
     logger.addHandler(heard)
@@ -105,9 +106,9 @@ def _bits(on_cpu: bool) -> str:
         head: fp32_logits(head)
     }
     with nullcontext() if on_cpu else no_split_k():
-        fewest = fewest_invariant_rows(model, logits, sizes=sizes, most=_MOST_PADDED)
+        fewest = fewest_invariant_rows(layers, logits, sizes=sizes, most=_MOST_PADDED)
         larger = [size for size in sizes if size >= fewest]
-        found = invariant_products(model, logits, sizes=larger)
+        found = invariant_products(layers, logits, sizes=larger)
     _require(not heard.warnings, "; ".join(heard.warnings))
     others = ", the others 64 rows at a time" if found else ""
     return f"{len(layers) - len(found)} of {len(layers)} unchanged from {fewest} rows on{others}"

@@ -6,7 +6,9 @@ of one pass and the kernels are the same.
 
 import math
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -15,9 +17,10 @@ import torch
 pytest.importorskip("triton.language")
 
 from interpreted import HAS_CUDA
-from native_worlds import ARCHITECTURES, fresh_all, tiny_model
-from sortedrl.engines.native import GpuKernels, NativeEngine, Sampling, cuda_runner
+from native_worlds import ARCHITECTURES, fresh_all, tiny_model, trained_a_little
+from sortedrl.engines.native import NativeEngine, Sampling, cuda_runner
 from sortedrl.engines.native import native_engine as engine_module
+from sortedrl.engines.native.attention_kernels import TileRows
 from sortedrl.errors import ConfigError
 from sortedrl.types import Weights
 
@@ -30,15 +33,10 @@ FAMILIES = ARCHITECTURES if HAS_CUDA else ("llama", "gemma3")
 SIZES = (
     {} if HAS_CUDA else {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 )
-# The products of the interpreter are those of a CPU.
-KERNELS = [GpuKernels(span_tile=64)]
+# Those of 16 bits, of fp32, and others that should not matter.
+TILES = [TileRows(spans=64), TileRows()]
 if HAS_CUDA:
-    KERNELS += [
-        GpuKernels(span_tile=128),
-        GpuKernels(decode_tile=64, span_tile=64),
-        GpuKernels(products="fixed_split"),
-        GpuKernels(products="fastest", span_tile=64),
-    ]
+    TILES += [TileRows(spans=128), TileRows(decode=64, spans=64)]
 cuda_only = pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")
 ignores_interpreter = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
@@ -62,13 +60,8 @@ def _no_gpu_needed(monkeypatch):
     monkeypatch.setattr(
         engine_module,
         "_runner",
-        lambda hf_model, size, *, slots, max_rows, is_compiled, kernels: cuda_runner.CudaRunner(
-            hf_model,
-            size=size,
-            slots=slots,
-            max_rows=max_rows,
-            is_compiled=False,
-            kernels=kernels,
+        lambda hf_model, size, *, slots, max_rows, is_compiled: cuda_runner.CudaRunner(
+            hf_model, size=size, slots=slots, max_rows=max_rows, is_compiled=False
         ),
     )
 
@@ -119,26 +112,26 @@ def test_an_answer_does_not_feel_batch_chunks_preemption_or_interruption(archite
 
 @ignores_interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernels", KERNELS, ids=str)
-def test_the_same_holds_with_kernels_that_are_not_the_default(kernels, dtype):
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+def test_the_same_holds_with_attention_tiles_of_any_height(tiles, dtype, monkeypatch):
+    monkeypatch.setattr(cuda_runner, "_tile_rows", lambda _: tiles)
     model = _model("llama", dtype)
     trajectories = fresh_all(LENGTHS, samples=1)
-    common = {"max_tokens": MAX_TOKENS, "stop_tokens": (), "block_tokens": 16, "kernels": kernels}
+    common = {"max_tokens": MAX_TOKENS, "stop_tokens": (), "block_tokens": 16}
     engine = NativeEngine(model, slots=len(LENGTHS), **common)
     together = _write(engine, trajectories)
-    # Another engine may find other products the fastest.
-    if kernels.products != "fastest":
-        few = NativeEngine(model, slots=2, chunk_tokens=6, **common)
-        assert _write(few, trajectories[-3:]) == {t.key: together[t.key] for t in trajectories[-3:]}
+    few = NativeEngine(model, slots=2, chunk_tokens=6, **common)
+    assert _write(few, trajectories[-3:]) == {t.key: together[t.key] for t in trajectories[-3:]}
     assert _write(engine, trajectories, tolerance=0.0, interrupts=(1, 2, 9, 30)) == together
 
 
 @ignores_interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernels", [None, *KERNELS], ids=str)
-def test_log_probabilities_are_those_of_a_plain_pass(kernels, dtype):
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+def test_log_probabilities_are_those_of_a_plain_pass(tiles, dtype, monkeypatch):
+    monkeypatch.setattr(cuda_runner, "_tile_rows", lambda _: tiles)
     model = _model("qwen3", dtype)
-    engine = NativeEngine(model, slots=4, max_tokens=MAX_TOKENS, stop_tokens=(), kernels=kernels)
+    engine = NativeEngine(model, slots=4, max_tokens=MAX_TOKENS, stop_tokens=())
     slack = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.2}[dtype]
     for trajectory in engine.generate([[3, 5, 7], [9] * 11], progress=False):
         text = [*trajectory.prompt.tokens, *trajectory.tokens]
@@ -208,19 +201,40 @@ def test_a_fresh_answer_starts_in_the_pass_that_verifies_another():
 
 
 @ignores_interpreter
-def test_an_engine_of_few_slots_may_pad_its_passes_to_more_rows_than_it_has(monkeypatch):
+def test_an_engine_of_few_slots_may_pad_its_passes_to_more_rows_than_it_has():
     model = _model("llama", DTYPES[0])
     found = []
     for fewest in (1, 16):
-        monkeypatch.setattr(
-            cuda_runner.CudaRunner, "_measured_fewest", lambda *_, fewest=fewest, **__: fewest
-        )
         engine = NativeEngine(
             model, slots=2, chunk_tokens=6, max_tokens=2, stop_tokens=(), block_tokens=16
         )
+        engine._runner._fewest = fewest
         found.append(engine.generate([[3, 5, 7]], progress=False))
     (one,), (other,) = found
     assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+
+
+def _moved(model):
+    """Every weight in another tensor, as after `model.to`."""
+    for weight in model.parameters():
+        weight.data = 1.1 * weight.data
+    return model
+
+
+@ignores_interpreter
+@pytest.mark.parametrize("change", [_moved, partial(trained_a_little, learning_rate=1e-2)])
+def test_packed_weights_follow_the_model(change):
+    def answer(engine):
+        (found,) = engine.generate([[3, 5, 7]], progress=False)
+        return found.tokens, found.logprobs
+
+    common = {"slots": 2, "max_tokens": 3, "stop_tokens": ()}
+    model = _model("llama", DTYPES[0])
+    engine = NativeEngine(model, **common)
+    before = answer(engine)
+    changed = change(model)
+    engine.load_weights(Weights(1))
+    assert answer(engine) == answer(NativeEngine(deepcopy(changed), **common)) != before
 
 
 @cuda_only

@@ -8,31 +8,36 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from sortedrl.engines.native.hf_model import GpuKernels
+from native_worlds import ARCHITECTURES, tiny_model, trained_a_little
+from sortedrl.config.train import Lora
 from sortedrl.engines.native.matmul import (
+    PackedLinears,
     ProductTimer,
-    chosen_products,
     fewest_invariant_rows,
     fixed_rows,
     invariant_products,
+    with_same_input,
 )
+from sortedrl.training.lora import add_adapters
 
 SIZES = (8, 16, 64, 96, 128, 256)
 
 
-class Layers(nn.Module):
+class Layers:
     """Three layers of two shapes."""
 
     def __init__(self):
-        super().__init__()
         torch.manual_seed(0)
         self.up = nn.Linear(32, 48)
         self.again = nn.Linear(32, 48)
         self.down = nn.Linear(48, 32, bias=False)
 
+    def __iter__(self):
+        return iter((self.up, self.again, self.down))
+
     def products(self, product):
         """The same kind of product for every layer."""
-        return {layer: product(layer) for layer in (self.up, self.again, self.down)}
+        return {layer: product(layer) for layer in self}
 
 
 def row_by_row(layer):
@@ -137,7 +142,7 @@ def test_layers_of_two_precisions_are_tried_each_in_its_own(monkeypatch):
 
     products = model.products(noted)
     assert invariant_products(model, products, sizes=SIZES) == {}
-    assert ProductTimer(model, products)(8) == pytest.approx(3 / 5)
+    assert ProductTimer([*model], products)(8) == pytest.approx(3 / 5)
     assert set(seen) == {(layer, layer.weight.dtype) for layer in products}
 
 
@@ -148,73 +153,76 @@ def test_a_product_of_fixed_rows_keeps_the_shape_of_its_input(shape):
     torch.testing.assert_close(fixed_rows(layer)(x), layer(x))
 
 
-class Ours:
-    """A product of our own, and how long it takes."""
-
-    def __init__(self, layer, product=row_by_row):
-        self.layer = layer
-        self.product = product(layer)
-
-    def __call__(self, x):
-        return self.product(x)
-
-
-def chosen(model, kernels, *, ours=Ours, seconds=None):
-    return chosen_products(
-        model, {}, kernels=kernels, ours=ours, sizes=SIZES, decode_sizes=(64, 96), seconds=seconds
-    )
-
-
-def half_layers():
-    return Layers().to(torch.bfloat16)
-
-
-def test_the_library_computes_all_products_unless_told_otherwise():
-    assert chosen(half_layers(), GpuKernels()) == {}
-
-
-def test_our_products_are_for_16_bit_weights_and_the_shapes_that_are_named():
-    model = half_layers()
-    kernels = GpuKernels(products="fixed_split")
-    assert chosen(model, kernels).keys() == {model.up, model.again, model.down}
-    assert chosen(Layers(), kernels) == {}
-    some = GpuKernels(products="fixed_split", shapes=frozenset({(48, 32)}))
-    assert chosen(model, some).keys() == {model.up, model.again}
-
-
-def test_products_that_nobody_knows_are_refused():
-    with pytest.raises(ValueError, match="one of library, fixed_split, fastest, got 'fast'"):
-        GpuKernels(products="fast")
-    with pytest.raises(ValueError, match="shapes need products = 'fixed_split'"):
-        GpuKernels(products="fastest", shapes=frozenset())
-
-
-def test_the_faster_product_is_taken_for_a_shape_and_all_its_rows():
-    model = half_layers()
-    rows_timed = set()
-
-    def seconds(products, x):
-        layers = [product.layer if type(product) is Ours else product for product in products]
-        assert layers in ([model.up, model.again], [model.down])
-        rows_timed.add(len(x))
-        is_faster = type(products[0]) is Ours and model.up in layers
-        return 1e-6 if is_faster else 2e-6
-
-    found = chosen(model, GpuKernels(products="fastest"), seconds=seconds)
-    assert found.keys() == {model.up, model.again}
-    assert rows_timed == {64, 96, max(SIZES)}
-
-
-def test_a_product_of_ours_that_depends_on_the_rows_is_not_taken(caplog):
-    model = half_layers()
-    with caplog.at_level(logging.WARNING):
-        found = chosen(
-            model,
-            GpuKernels(products="fixed_split"),
-            ours=lambda layer: Ours(layer, with_a_split_for_few_rows),
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_layers_with_the_same_input_are_found(architecture):
+    model = tiny_model(architecture)
+    names = {layer: name for name, layer in model.named_modules()}
+    found = [[names[layer] for layer in layers] for layers in with_same_input(model)]
+    assert found == [
+        [f"model.layers.{number}.{part}_proj" for part in parts]
+        for number in range(3)
+        for parts in (
+            ("self_attn.q", "self_attn.k", "self_attn.v"),
+            ("mlp.gate", "mlp.up"),
         )
-    assert found == {}
-    assert "keeping those of the library" in caplog.text
+    ]
+
+
+def test_layers_that_are_trained_and_layers_that_are_not_are_packed_apart():
+    model = tiny_model("qwen2")
+    model.model.layers[0].self_attn.k_proj.weight.requires_grad_(requires_grad=False)
+    names = {layer: name.split(".")[-1] for name, layer in model.named_modules()}
+    first = with_same_input(model)[0]
+    assert [names[layer] for layer in first] == ["q_proj", "v_proj"]
+
+
+def test_adapters_are_packed_apart_from_the_layers_that_they_adapt():
+    model = tiny_model()
+    add_adapters(model, Lora(rank=2), seed=0)
+    names = {layer: name for name, layer in model.named_modules()}
+    for layers in with_same_input(model):
+        assert len({names[layer].split(".")[-1] for layer in layers}) == 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])  # without and with biases
+def test_a_model_with_packed_layers_is_the_model_that_it_was(architecture, tmp_path):
+    text = torch.arange(20)[None]
+    model, plain = tiny_model(architecture), tiny_model(architecture)
+    packed = [PackedLinears(layers) for layers in with_same_input(model)]
+    assert torch.equal(model(text).logits, plain(text).logits)
+    trained_a_little(model, learning_rate=1e-2)
+    trained_a_little(plain, learning_rate=1e-2)
+    assert all(group.is_current for group in packed)
+    for name, weight in plain.named_parameters():
+        assert torch.equal(weight, model.get_parameter(name)), name
+    expected = plain(text).logits
+    for group in packed:
+        for layer, forward in group.forwards(group.whole).items():
+            layer.forward = forward
+    torch.testing.assert_close(model(text).logits, expected)
+    model.save_pretrained(tmp_path)
+    reopened = type(model).from_pretrained(tmp_path)
+    assert torch.equal(reopened(text).logits, expected)
+
+
+def test_a_second_engine_shares_the_packed_weights():
+    """The graphs of the first one read them where they are."""
+    model = tiny_model("qwen2")
+    first, second = ([PackedLinears(layers) for layers in with_same_input(model)] for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert one.is_current
+        assert one.whole.weight.data_ptr() == other.whole.weight.data_ptr()
+        assert torch.equal(one.whole.weight, other.whole.weight)
+
+
+def test_layers_whose_weights_are_other_tensors_are_not_current():
+    packed = PackedLinears([nn.Linear(8, 4), nn.Linear(8, 6)])
+    assert packed.is_current
+    packed.layers[1].bias.data = torch.ones(6)
+    assert not packed.is_current
+    packed.pack()
+    assert packed.is_current
+    assert packed.whole.bias[4:].eq(1).all()
 
 
 def test_the_benchmark_of_the_engine_notes_the_products(monkeypatch):

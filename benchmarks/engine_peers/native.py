@@ -11,23 +11,16 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from engine_peers.peer import Sample, Workload, check_lengths, clock, free_memory
-from sortedrl.engines.native import GpuKernels, NativeEngine
+from sortedrl.engines.native import NativeEngine
 
 
 class Native:
     """The native engine, on the module itself."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        workload: Workload,
-        *,
-        cache_bytes: int,
-        kernels: GpuKernels | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, workload: Workload, *, cache_bytes: int) -> None:
         """An engine with room for the longest answer in every slot.
 
-        The note has what the engine logs when it starts: its speed depends on the products chosen.
+        The note has what the engine logs when it starts: its speed depends on the products.
         """
         self._workload = workload
         with _logged() as messages:
@@ -37,7 +30,6 @@ class Native:
                 max_tokens=max(workload.lengths),
                 stop_tokens=(),
                 cache_bytes=cache_bytes,
-                kernels=kernels,
             )
         self.note = "; ".join(["log-probabilities included", *messages])
 

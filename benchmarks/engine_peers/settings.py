@@ -56,10 +56,6 @@ class Settings:
     """Timed runs of each engine."""
     threads: int | None = 1
     """Threads of torch; by default its own choice."""
-    products: Literal["library", "fixed_split", "fastest"] = "library"
-    """Matrix products of the native engine on a GPU; see GpuKernels."""
-    tiles: tuple[int, int] = (16, 16)
-    """Rows of attention tiles of the native engine on a GPU: for decoding and for prefill spans."""
     vllm_python: Path | None = None
     """An interpreter with vLLM, if this one has none."""
     json: Path | None = None

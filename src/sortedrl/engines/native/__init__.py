@@ -8,14 +8,12 @@ hf_model           the Hugging Face module, unmodified
 cpu_runner         rows -> tokens, on the CPU
 cuda_runner        rows -> tokens, on a GPU
 matmul             batch-invariant matrix products
-product_kernels    Triton: such products with a fixed split of K; off by default
 attention_kernels  Triton: write keys and values, attend to them
 sampler            logits and keyed noise -> tokens
 sampler_kernels    Triton: the same in one pass over the logits
 """
 
 try:
-    from sortedrl.engines.native.hf_model import GpuKernels
     from sortedrl.engines.native.native_engine import NativeEngine
     from sortedrl.engines.sampling import Sampling
 except ModuleNotFoundError as error:
@@ -23,4 +21,4 @@ except ModuleNotFoundError as error:
         f"the native engine needs {error.name}; pip install 'sortedrl[native]'", name=error.name
     ) from error
 
-__all__ = ["GpuKernels", "NativeEngine", "Sampling"]
+__all__ = ["NativeEngine", "Sampling"]

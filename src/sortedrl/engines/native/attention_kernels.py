@@ -10,7 +10,7 @@ Rows that only decode and spans of prefill may have tiles of two heights (`TileR
 order of sums must not follow the height either: a reduction over the keys is spread over threads by
 the shape of the tile, so probabilities are summed as a matrix product instead, whose order along
 the keys is that of the values. That matrix instructions of both heights add alike is a property of
-the GPU, which a test compares; it has not run on one yet, so both heights are `TILE_ROWS`.
+the GPU, which a test compares; on an H200 they do.
 
 Token place of a position: `block_tables[slot, position // block_tokens] * block_tokens
 + position % block_tokens`.

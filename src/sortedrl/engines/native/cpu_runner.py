@@ -29,7 +29,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sortedrl.engines.native.hf_model import HFModel, attention_shape
-from sortedrl.engines.native.matmul import fixed_rows, invariant_products, widened_fp32_logits
+from sortedrl.engines.native.matmul import (
+    fixed_rows,
+    invariant_products,
+    linear_layers,
+    widened_fp32_logits,
+)
 from sortedrl.engines.native.planner import Plan, RowSpan
 from sortedrl.engines.native.sampler import (
     SampledTokens,
@@ -123,7 +128,7 @@ class CpuRunner:
             output = self._hf_model.output_layer
             replaced[output] = widened_fp32_logits(output)
         if self._in_parts is None:
-            found = invariant_products(model, replaced, sizes=_COMPARED_ROWS)
+            found = invariant_products(linear_layers(model), replaced, sizes=_COMPARED_ROWS)
             self._in_parts = frozenset(found)
         for layer in self._in_parts:
             replaced[layer] = fixed_rows(replaced.get(layer, layer.forward))

@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from sortedrl.engines.native.attention_kernels import (
     SPLIT_TOKENS,
@@ -30,20 +29,20 @@ from sortedrl.engines.native.attention_kernels import (
     tokens_per_tile,
     write_cache,
 )
-from sortedrl.engines.native.hf_model import GpuKernels, HFModel, attention_shape
+from sortedrl.engines.native.hf_model import HFModel, attention_shape
 from sortedrl.engines.native.matmul import (
-    Product,
+    PackedLinears,
     ProductTimer,
-    chosen_products,
     fewest_invariant_rows,
     fewest_rows,
     fp32_logits,
     invariant_products,
+    linear_layers,
     no_split_k,
+    with_same_input,
 )
 from sortedrl.engines.native.native_request import Request
 from sortedrl.engines.native.planner import DecodeRows, Plan, RowSpan
-from sortedrl.engines.native.product_kernels import fixed_split
 from sortedrl.engines.native.sampler import SampledTokens, SamplerInputs, TokenFilters
 from sortedrl.engines.native.sampler_kernels import filter_floors, sample
 from sortedrl.engines.sampling import CacheSize
@@ -230,13 +229,15 @@ class CudaRunner:
         slots: int,
         max_rows: int,
         is_compiled: bool,
-        kernels: GpuKernels,
     ) -> None:
         """Allocate the KV cache and the transfer buffers; graphs are captured on demand."""
         layers, heads, dim = attention_shape(hf_model.config)
         device, places = hf_model.device, size.num_blocks * size.block_tokens
+        tiles = _tile_rows(hf_model.dtype)
         self._hf_model = hf_model
         self._device = device
+        # Before the cache takes the memory.
+        self._packed = [PackedLinears(layers) for layers in with_same_input(hf_model.model)]
         # Room to pad to, also in an engine of few slots.
         self._max_rows = max(_rounded(max_rows), _MOST_PADDED)
         self._attention = _CudaPagedAttention(
@@ -248,11 +249,11 @@ class CudaRunner:
                 for _ in range(layers)
             ],
             block_tokens=size.block_tokens,
-            tile_rows=TileRows(decode=kernels.decode_tile, spans=kernels.span_tile),
+            tile_rows=tiles,
         )
         group = hf_model.config.num_attention_heads // heads
-        self._tile_tokens = tokens_per_tile(group, tile_rows=kernels.decode_tile)
-        self._span_tile_tokens = tokens_per_tile(group, tile_rows=kernels.span_tile)
+        self._tile_tokens = tokens_per_tile(group, tile_rows=tiles.decode)
+        self._span_tile_tokens = tokens_per_tile(group, tile_rows=tiles.spans)
         self._rows = torch.zeros(_NUM_ROWS, self._max_rows, dtype=torch.int32, device=device)
         self._last_tokens_S = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self._slots = SlotState(slots, -(-hf_model.max_context // size.block_tokens) + 1, device)
@@ -266,43 +267,52 @@ class CudaRunner:
         self._recorded: dict[_Size, _Recorded | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         hf_model.replaced = {hf_model.output_layer: fp32_logits(hf_model.output_layer)}
-        fewest = 1
-        if device.type == "cuda":
+        self._fewest = self._choose_products()
+        if is_compiled:
+            hf_model.compile_layers()
+
+    def _choose_products(self) -> int:
+        """Replace the linear layers; returns the smallest number of rows of a pass."""
+        replaced = self._hf_model.replaced
+        packed = {layer for group in self._packed for layer in group.layers}
+        layers = [layer for layer in linear_layers(self._hf_model.model) if layer not in packed]
+        layers += [group.whole for group in self._packed]
+        products, fewest = dict(replaced), 1
+        if self._device.type == "cuda":  # not if the kernels run in an interpreter, for tests
             # Engines of few slots compare as many, as all engines must have the same bits.
             sizes = {*(s for s in _SIZES if s <= max(self._max_rows, _BIG_ROWS)), self._max_rows}
             with no_split_k():
                 fewest = fewest_invariant_rows(
-                    hf_model.model, hf_model.replaced, sizes=sorted(sizes), most=_MOST_PADDED
+                    layers, products, sizes=sorted(sizes), most=_MOST_PADDED
                 )
-                hf_model.replaced |= invariant_products(
-                    hf_model.model,
-                    hf_model.replaced,
-                    sizes=sorted(size for size in sizes if size >= fewest),
-                )
-                hf_model.replaced |= chosen_products(
-                    hf_model.model,
-                    hf_model.replaced,
-                    kernels=kernels,
-                    ours=partial(_our_product, output=hf_model.output_layer),
-                    sizes=sorted(sizes),
-                    # Slots are full most of the time.
-                    decode_sizes=[
-                        s for s in sizes if _rounded(slots) <= 4 * s <= 4 * _rounded(slots)
-                    ],
-                )
-        self._fewest = max(fewest, self._measured_fewest(is_graphed=kernels.products != "library"))
-        if is_compiled:
-            hf_model.compile_layers()
+                larger = sorted(size for size in sizes if size >= fewest)
+                products |= invariant_products(layers, products, sizes=larger)
+                timer = ProductTimer(layers, products)
+                padded = [size for size in _SIZES if size <= min(self._max_rows, _MOST_PADDED)]
+                fewest = max(fewest, fewest_rows(padded, timer))
+        for group in self._packed:
+            replaced |= group.forwards(products.pop(group.whole, group.whole))
+        replaced |= products
+        return fewest
 
     def weights_changed(self) -> None:
-        """Nothing to do: graphs read the parameters in place."""
+        """Graphs read the parameters in place; other tensors in their place are packed anew."""
+        moved = [group for group in self._packed if not group.is_current]
+        for group in moved:
+            group.pack()
+        if moved:
+            self._forget_graphs()
 
-    def release(self) -> None:
-        """Free the KV cache, and the graphs that hold its address."""
-        torch.cuda.synchronize(self._device)
+    def _forget_graphs(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         # A known size is captured again at its next pass.
         self._recorded = dict.fromkeys(self._recorded)
         self._pool = torch.cuda.graph_pool_handle()
+
+    def release(self) -> None:
+        """Free the KV cache, and the graphs that hold its address."""
+        self._forget_graphs()
         self._offloader.offload(self._attention.tensors)
 
     def restore(self) -> None:
@@ -372,17 +382,6 @@ class CudaRunner:
         sampled = min(rows, _rounded(max(plan.num_sampled, fewest, self._fewest)))
         splits = 1 << (-(-longest // SPLIT_TOKENS) - 1).bit_length()
         return _Size(rows, sampled, splits, is_filtered, span_tile > 0)
-
-    def _measured_fewest(self, *, is_graphed: bool) -> int:
-        """The number of rows below which a pass gets slower."""
-        if self._device.type != "cuda":  # the kernels run in an interpreter, for tests
-            return 1
-        sizes = [size for size in _SIZES if size <= min(self._max_rows, _MOST_PADDED)]
-        with no_split_k():
-            timer = ProductTimer(
-                self._hf_model.model, self._hf_model.replaced, is_graphed=is_graphed
-            )
-            return fewest_rows(sizes, timer)
 
     def _record(self, size: _Size) -> _Recorded:
         graph = torch.cuda.CUDAGraph()
@@ -485,8 +484,9 @@ class _CudaPagedAttention:
         )
 
 
-def _our_product(layer: nn.Linear, *, output: nn.Linear) -> Product:
-    return fixed_split(layer, is_wide=layer is output)
+def _tile_rows(dtype: torch.dtype) -> TileRows:
+    """Tall tiles make prefill of long answers three times as fast; those of fp32 spill."""
+    return TileRows() if dtype == torch.float32 else TileRows(spans=64)
 
 
 def _fill_decoding(host: NDArray[numpy.int32], rows: DecodeRows) -> None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,39 +31,6 @@ from sortedrl.types import Prompt, Segment, Trajectory
 
 _NAME = "sortedrl"
 _INSTEAD = "use the vLLM or SGLang engine for this model"
-
-
-Products = Literal["library", "fixed_split", "fastest"]
-"""Matrix products by cuBLAS without split-K, by our kernels, or by the faster for each shape."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuKernels:
-    """The kernels of a pass on a GPU; only the defaults have been measured."""
-
-    products: Products = "library"
-    """Products of 16-bit weights: one per shape, regardless of the number of rows.
-
-    `fastest` times both when the engine starts. Another engine may choose differently, and its
-    logits then differ in the last bits; pin the choice with `fixed_split` and `shapes`.
-    """
-    shapes: frozenset[tuple[int, int]] | None = None
-    """`fixed_split` only: restrict it to weights of these shapes, outputs x inputs."""
-    decode_tile: int = 16
-    """Query rows of an attention tile for decoding: 16, 32, 64 or 128; for fp32 only 16 is fast."""
-    span_tile: int = 16
-    """The same for spans of prefill and verification; at least as many."""
-
-    def __post_init__(self) -> None:
-        """Validate the values."""
-        if self.products not in get_args(Products):
-            raise ValueError(
-                f"products must be one of {', '.join(get_args(Products))}, got {self.products!r}"
-            )
-        if self.shapes is not None and self.products != "fixed_split":
-            raise ValueError(
-                f"shapes need products = 'fixed_split', got {self.products!r}; leave them out"
-            )
 
 
 class PagedAttention(Protocol):

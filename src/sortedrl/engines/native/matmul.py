@@ -8,27 +8,27 @@ This is checked when an engine starts: the product of every shape is compared ov
 If only those of few rows differ, passes are padded to more; one that still depends on the rows is
 replaced by one with a fixed number of rows.
 
-Without split-K, products for few rows can be several times slower than those for a hundred. The
-products of the model are therefore timed once per size, and smaller passes are padded, which costs
-little: a decode step is bound by reading the weights.
-
-`product_kernels` can replace cuBLAS: its split of K is the same for any number of rows. Each shape
-of weights uses one product throughout, because two products differ in the last bits.
+Without split-K, products with few columns are slow for few rows, as they occupy few processors.
+Layers with the same input (queries, keys and values; gate and up) are therefore packed into one
+product, and small passes are padded to the number of rows that is fast, which costs little: a
+decode step is bound by reading the weights.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from transformers import PreTrainedModel
 
-from sortedrl.engines.native.hf_model import GpuKernels
+from sortedrl.models.attention_interface import plain_logprobs
 
 Product = Callable[[Tensor], Tensor]
 
@@ -83,12 +83,120 @@ def widened_fp32_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
     return lambda x: linear(x.float(), weight, wide)
 
 
+def linear_layers(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers of a model, without those of derived classes."""
+    return [layer for layer in model.modules() if type(layer) is nn.Linear]
+
+
+class PackedLinears:
+    """Linear layers with the same input, computed as one product.
+
+    Their weights become parts of one tensor. They stay the parameters that they are: whoever trains
+    them in place trains the packed weights.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        """Pack layers of one width and dtype, in the order in which a model calls them."""
+        self.layers = layers
+        self.whole = nn.Linear(
+            layers[0].in_features,
+            sum(layer.out_features for layer in layers),
+            bias=layers[0].bias is not None,
+            device="meta",
+        )
+        self._sizes = [layer.out_features for layer in layers]
+        self._rest: Sequence[Tensor] = ()
+        self.pack()
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Make the weights of the layers parts of one tensor."""
+        self.whole.weight = self._packed([layer.weight for layer in self.layers])
+        if self.layers[0].bias is not None:
+            self.whole.bias = self._packed([layer.bias for layer in self.layers])
+
+    def _packed(self, parts: Sequence[Tensor]) -> nn.Parameter:
+        first = parts[0].detach()
+        shape = (sum(self._sizes), *first.shape[1:])
+        ends = accumulate((part.numel() for part in parts), initial=0)
+        is_packed = all(
+            part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and part.storage_offset() == end
+            for part, end in zip(parts, ends, strict=False)
+        )
+        # Another engine may have captured the address.
+        whole = first.as_strided(shape, first.stride()) if is_packed else torch.cat([*parts])
+        for part, view in zip(parts, whole.split(self._sizes), strict=True):
+            part.data = view
+        return nn.Parameter(whole, requires_grad=False)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the layers still have these weights, not other tensors."""
+        parts = [(layer.weight, self.whole.weight) for layer in self.layers]
+        if self.layers[0].bias is not None:
+            parts += [(layer.bias, self.whole.bias) for layer in self.layers]
+        return all(
+            part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+            for part, whole in parts
+        )
+
+    def forwards(self, product: Product) -> dict[nn.Module, Product]:
+        """Replacements for the layers: the first computes `product` for all of them."""
+
+        def first(x: Tensor) -> Tensor:
+            part: Tensor
+            part, *self._rest = product(x).split(self._sizes, dim=-1)
+            return part
+
+        def other(place: int) -> Product:
+            is_last = place == len(self.layers) - 1
+
+            def forward(x: Tensor) -> Tensor:
+                del x  # it is that of the first
+                part = self._rest[place - 1]
+                if is_last:
+                    self._rest = ()
+                return part
+
+            return forward
+
+        return {layer: other(place) if place else first for place, layer in enumerate(self.layers)}
+
+
+def with_same_input(model: PreTrainedModel) -> list[list[nn.Linear]]:
+    """Linear layers that can be packed: a forward pass calls them on one and the same tensor."""
+    calls: list[tuple[Tensor, nn.Linear]] = []
+
+    def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and isinstance(layer, nn.Linear):
+            calls.append((inputs[0], layer))
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in linear_layers(model)]
+    try:
+        plain_logprobs(model, [0, 0], after=1)
+    except (RuntimeError, TypeError):  # the check of the model says why
+        return []
+    finally:
+        for hook in hooks:
+            hook.remove()
+    times = Counter(layer for _, layer in calls)
+    groups: dict[tuple[object, ...], list[nn.Linear]] = {}
+    for x, layer in calls:
+        # Parameters of other classes, such as shards or quantised ones, have no plain storage.
+        if times[layer] == 1 and type(layer.weight) is nn.Parameter:
+            kind = _kind(layer)
+            key = id(x), kind.width, kind.has_bias, kind.dtype, layer.weight.requires_grad
+            groups.setdefault(key, []).append(layer)
+    return [layers for layers in groups.values() if len(layers) > 1]
+
+
 _FIXED_ROWS = 64
 _MOST_COMPARED_BYTES = 256 << 20
 
 
 def invariant_products(
-    model: nn.Module, replaced: Mapping[nn.Module, Product], *, sizes: Sequence[int]
+    layers: Iterable[nn.Linear], replaced: Mapping[nn.Module, Product], *, sizes: Sequence[int]
 ) -> dict[nn.Module, Product]:
     """Replacements for linear layers that are not batch-invariant.
 
@@ -96,9 +204,9 @@ def invariant_products(
     If rows differ even in products of a fixed size, a warning is logged.
     """
     found: dict[nn.Module, Product] = {}
-    for (kind, _), layers in _alike(model, replaced).items():
-        width, height, like = kind.width, kind.height, layers[0].weight
-        product = replaced.get(layers[0], layers[0])
+    for (kind, _), alike in _alike(layers, replaced).items():
+        width, height, like = kind.width, kind.height, alike[0].weight
+        product = replaced.get(alike[0], alike[0])
         if _is_invariant(product, like, width=width, height=height, sizes=sizes):
             continue
         if not _is_invariant(fixed_rows(product), like, width=width, height=height, sizes=sizes):
@@ -113,12 +221,16 @@ def invariant_products(
             "products of %s x %s weights depend on the number of rows; computing %s rows at a time",
             width, height, _FIXED_ROWS,
         )  # fmt: skip
-        found |= {layer: fixed_rows(replaced.get(layer, layer.forward)) for layer in layers}
+        found |= {layer: fixed_rows(replaced.get(layer, layer.forward)) for layer in alike}
     return found
 
 
 def fewest_invariant_rows(
-    model: nn.Module, replaced: Mapping[nn.Module, Product], *, sizes: Sequence[int], most: int
+    layers: Iterable[nn.Linear],
+    replaced: Mapping[nn.Module, Product],
+    *,
+    sizes: Sequence[int],
+    most: int,
 ) -> int:
     """The smallest number of rows, up to `most`, from which on products are batch-invariant.
 
@@ -126,9 +238,9 @@ def fewest_invariant_rows(
     than `most` rows do not count; they are left to `invariant_products`.
     """
     fewest = min(sizes)
-    for (kind, _), layers in _alike(model, replaced).items():
-        width, height, like = kind.width, kind.height, layers[0].weight
-        product = replaced.get(layers[0], layers[0])
+    for (kind, _), alike in _alike(layers, replaced).items():
+        width, height, like = kind.width, kind.height, alike[0].weight
+        product = replaced.get(alike[0], alike[0])
         for first in sorted(size for size in sizes if size <= most):
             larger = [size for size in sizes if size >= first]
             if _is_invariant(product, like, width=width, height=height, sizes=larger):
@@ -169,118 +281,18 @@ def _is_invariant(
     return all(torch.equal(product(x[:size]), whole[:size]) for size in sizes[:-1])
 
 
+def _alike(
+    layers: Iterable[nn.Linear], replaced: Mapping[nn.Module, Product]
+) -> dict[tuple[_Kind, bool], list[nn.Linear]]:
+    """The layers of each shape, with and without a replacement."""
+    alike: dict[tuple[_Kind, bool], list[nn.Linear]] = {}
+    for layer in layers:
+        alike.setdefault((_kind(layer), layer in replaced), []).append(layer)
+    return alike
+
+
 _REPEATS = 5
 _CLEARLY = 1.05
-_TIMED_LAYERS = 8
-_SHARE_OF_BIG_PASSES = 1 / 16
-
-
-def graphed_seconds(products: Sequence[Product], x: Tensor) -> float:
-    """Seconds of one of these products on the GPU, without the host's time to launch it.
-
-    They alternate, so that weights come from memory as in a pass.
-    """
-    for product in products:
-        product(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for product in products:
-            product(x)
-    graph.replay()
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begun.record()
-    for _ in range(_REPEATS):
-        graph.replay()
-    ended.record()
-    ended.synchronize()
-    return float(begun.elapsed_time(ended)) / 1000 / _REPEATS / len(products)
-
-
-def is_clearly_faster(
-    ours: Mapping[int, float], library: Mapping[int, float], *, decode_sizes: Sequence[int]
-) -> bool:
-    """Whether our product clearly speeds up passes, given seconds by number of rows.
-
-    Decode passes count fully, larger ones by their share of a run. A pass may be padded, so no size
-    takes longer than a larger one.
-
-    >>> library = {32: 20e-6, 128: 9e-6, 2048: 60e-6}
-    >>> is_clearly_faster({32: 8e-6, 128: 8e-6, 2048: 64e-6}, library, decode_sizes=(32, 128))
-    True
-    >>> is_clearly_faster({32: 8e-6, 128: 9e-6, 2048: 90e-6}, library, decode_sizes=(32, 128))
-    False
-    """
-
-    def cost(seconds: Mapping[int, float]) -> float:
-        padded = {rows: min(seconds[more] for more in seconds if more >= rows) for rows in seconds}
-        return sum(
-            taken if rows in decode_sizes else _SHARE_OF_BIG_PASSES * taken
-            for rows, taken in padded.items()
-        )
-
-    return _CLEARLY * cost(ours) < cost(library)
-
-
-@torch.inference_mode()
-def chosen_products(
-    model: nn.Module,
-    replaced: Mapping[nn.Module, Product],
-    *,
-    kernels: GpuKernels,
-    ours: Callable[[nn.Linear], Product],
-    sizes: Sequence[int],
-    decode_sizes: Sequence[int],
-    seconds: Callable[[Sequence[Product], Tensor], float] = graphed_seconds,
-) -> dict[nn.Module, Product]:
-    """Our products for the layers that use them: all layers of a shape, or none.
-
-    `replaced` maps layers to the products that they already use. A shape for which ours are not
-    batch-invariant keeps its product, with a warning.
-    """
-    if kernels.products == "library":
-        return {}
-    found: dict[nn.Module, Product] = {}
-    for (kind, _), layers in _alike(model, replaced).items():
-        width, height, like = kind.width, kind.height, layers[0].weight
-        is_wanted = kernels.shapes is None or (height, width) in kernels.shapes
-        if not is_wanted or kind.dtype not in (torch.float16, torch.bfloat16):
-            continue
-        products: dict[nn.Module, Product] = {layer: ours(layer) for layer in layers}
-        if not _is_invariant(products[layers[0]], like, width=width, height=height, sizes=sizes):
-            _LOG.warning(
-                "our products of %s x %s weights are not batch-invariant on %s; "
-                "keeping those of the library", width, height, like.device,
-            )  # fmt: skip
-            continue
-        if kernels.products == "fastest":
-            biggest = max(size for size in sizes if size <= _most_compared(sizes, height))
-            some = layers[:_TIMED_LAYERS]
-            timed: list[dict[int, float]] = [{}, {}]
-            for rows in {*decode_sizes, biggest}:
-                x = torch.zeros(rows, width, dtype=like.dtype, device=like.device)
-                timed[0][rows] = seconds([products[layer] for layer in some], x)
-                timed[1][rows] = seconds([replaced.get(layer, layer) for layer in some], x)
-            is_taken = is_clearly_faster(*timed, decode_sizes=decode_sizes)
-            _LOG.info(
-                "products of %s x %s weights by %s: %s us with ours, %s us with the library",
-                width, height, "ours" if is_taken else "the library",
-                *({rows: round(1e6 * each[rows], 1) for rows in sorted(each)} for each in timed),
-            )  # fmt: skip
-            if not is_taken:
-                continue
-        found |= products
-    return found
-
-
-def _alike(
-    model: nn.Module, replaced: Mapping[nn.Module, Product]
-) -> dict[tuple[_Kind, bool], list[nn.Linear]]:
-    """The linear layers of each shape, with and without a replacement."""
-    alike: dict[tuple[_Kind, bool], list[nn.Linear]] = {}
-    for layer in model.modules():
-        if type(layer) is nn.Linear:
-            alike.setdefault((_kind(layer), layer in replaced), []).append(layer)
-    return alike
 
 
 def fewest_rows(sizes: Sequence[int], seconds: Callable[[int], float]) -> int:
@@ -300,24 +312,11 @@ def fewest_rows(sizes: Sequence[int], seconds: Callable[[int], float]) -> int:
 class ProductTimer:
     """Times the matrix products of one pass through a model on the GPU."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        replaced: dict[nn.Module, Callable[..., Tensor]],
-        *,
-        is_graphed: bool = False,
-    ) -> None:
-        """`replaced` maps layers to their replacements.
-
-        Products with a slow launch need `is_graphed`: a pass replays them in a graph.
-        """
-        self._is_graphed = is_graphed
-        linears = [module for module in model.modules() if type(module) is nn.Linear]
-        self._counts = Counter(_kind(layer) for layer in linears)
-        self._products: dict[_Kind, Callable[[Tensor], Tensor]] = {}
-        for layer in linears:
-            self._products[_kind(layer)] = replaced.get(layer, layer)
-        self._like = next(model.parameters())
+    def __init__(self, layers: Sequence[nn.Linear], replaced: Mapping[nn.Module, Product]) -> None:
+        """`replaced` maps layers to their replacements."""
+        self._counts = Counter(map(_kind, layers))
+        self._products = {_kind(layer): replaced.get(layer, layer) for layer in layers}
+        self._device = layers[0].weight.device
 
     @torch.inference_mode()
     def __call__(self, rows: int) -> float:
@@ -325,10 +324,8 @@ class ProductTimer:
         return sum(count * self._seconds(kind, rows) for kind, count in self._counts.items())
 
     def _seconds(self, kind: _Kind, rows: int) -> float:
-        x = torch.zeros(rows, kind.width, dtype=kind.dtype, device=self._like.device)
+        x = torch.zeros(rows, kind.width, dtype=kind.dtype, device=self._device)
         product = self._products[kind]
-        if self._is_graphed:
-            return graphed_seconds([product], x)
         product(x)
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record()

@@ -22,7 +22,6 @@ from sortedrl.data.stream import Tokenizer
 from sortedrl.engines.generation import TokenScores, fresh_trajectories, run_to_end
 from sortedrl.engines.native.cpu_runner import CpuRunner
 from sortedrl.engines.native.hf_model import (
-    GpuKernels,
     HFModel,
     checked_weights,
     copy_weights,
@@ -98,15 +97,13 @@ class NativeEngine:
         is_compiled: bool = True,
         keeps_prefixes: bool = False,
         version: int = 0,
-        kernels: GpuKernels | None = None,
     ) -> None:
         """An idle engine; `stop_tokens` default to those of the model.
 
         `cache_bytes` is the memory of the KV cache (default: most of the free GPU memory, or a
         quarter of the RAM), `chunk_tokens` the rows that a pass may have beyond one per slot.
         With `keeps_prefixes`, prompts are expected to continue earlier answers, as turns do: the
-        cache of an answer is kept as long as there is room. `kernels` chooses GPU kernels; only
-        the default has been measured.
+        cache of an answer is kept as long as there is room.
         """
         require(slots >= 1, f"slots must be at least 1, got {slots}")
         require(block_tokens >= 1, f"block_tokens must be at least 1, got {block_tokens}")
@@ -151,7 +148,6 @@ class NativeEngine:
             slots=slots,
             max_rows=slots + chunk,
             is_compiled=is_compiled,
-            kernels=GpuKernels() if kernels is None else kernels,
         )
         self._in_flight: deque[tuple[Plan, object]] = deque()
         self._complete: list[Request] = []
@@ -576,17 +572,11 @@ def _runner(
     slots: int,
     max_rows: int,
     is_compiled: bool,
-    kernels: GpuKernels,
 ) -> ModelRunner:
     if hf_model.device.type == "cuda":
         from sortedrl.engines.native.cuda_runner import CudaRunner
 
         return CudaRunner(
-            hf_model,
-            size=size,
-            slots=slots,
-            max_rows=max_rows,
-            is_compiled=is_compiled,
-            kernels=kernels,
+            hf_model, size=size, slots=slots, max_rows=max_rows, is_compiled=is_compiled
         )
     return CpuRunner(hf_model, size=size, slots=slots)
