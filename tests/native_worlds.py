@@ -75,7 +75,7 @@ shared_model = cache(tiny_model)
 def trained_a_little(model, *, learning_rate, steps=1, seed=0):
     """A real gradient step on random text, in place."""
     generator = torch.Generator().manual_seed(seed)
-    texts = torch.randint(0, VOCABULARY, (2, 16), generator=generator)
+    texts = torch.randint(0, VOCABULARY, (2, 16), generator=generator).to(model.device)
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     for _ in range(steps):
         optimiser.zero_grad()
