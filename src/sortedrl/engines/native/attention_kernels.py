@@ -6,11 +6,11 @@ splits change nothing, because a row always gets the same arithmetic in the same
 shape, keys in blocks of `BLOCK_KEYS` counted from position 0, splits of `SPLIT_TOKENS` counted from
 position 0 and merged in order, masked keys that add exactly 0.
 
-Rows that only decode and spans of prefill may have tiles of two heights (`TileRows`). Then the
-order of sums must not follow the height either: a reduction over the keys is spread over threads by
-the shape of the tile, so probabilities are summed as a matrix product instead, whose order along
-the keys is that of the values. That matrix instructions of both heights add alike is a property of
-the GPU, which a test compares; on an H200 they do.
+Rows that only decode and spans of prefill have tiles of two heights (`TileRows`), so the order of
+sums must not follow the height either. A reduction over the keys is spread over threads by the
+shape of the tile; probabilities are therefore summed key by key, and once at the end over the keys
+of a block, in a product whose order is that of the keys. That matrix instructions of both heights
+add alike is a property of the GPU, which a test compares; on an H200 they do.
 
 Token place of a position: `block_tables[slot, position // block_tokens] * block_tokens
 + position % block_tokens`.
@@ -162,7 +162,6 @@ def paged_attention(
             rows.block_tables.stride(0),
             G=group, M=tile, D=dim, D_PAD=dim_pad,
             BLOCK_TOKENS=block_tokens, WINDOW=window or 0, BLOCK_N=BLOCK_KEYS, SPLIT=SPLIT_TOKENS,
-            SUMS_BY_DOT=heights.are_two,
             **launch_options(tile, key_bytes),
         )  # fmt: skip
     if num_splits > 1:
@@ -226,11 +225,10 @@ def _attend_to_keys(
     positions_M: tl.tensor, head_offset: tl.tensor,
     begin: tl.tensor, end: tl.tensor, last: tl.tensor, scale: tl.tensor,
     M: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SUMS_BY_DOT: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     largest_M = tl.full([M], float("-inf"), tl.float32)
-    sums_M = tl.zeros([M], tl.float32)
-    sums_M16 = tl.zeros([M, 16], tl.float32)
+    sums_MN = tl.zeros([M, BLOCK_N], tl.float32)
     result = tl.zeros([M, D_PAD], tl.float32)
     dims = tl.arange(0, D_PAD)
     for block in range(begin, end, BLOCK_N):
@@ -248,21 +246,15 @@ def _attend_to_keys(
         decay_M = tl.exp2(largest_M - origin_M)
         probabilities = tl.exp2(scores - origin_M[:, None])
         values = tl.load(value_cache + offsets, mask=is_held, other=0.0)
-        if not SUMS_BY_DOT:
-            sums_M = sums_M * decay_M + tl.sum(probabilities, 1)
+        sums_MN = sums_MN * decay_M[:, None] + probabilities
         probabilities = probabilities.to(values.dtype)
-        if SUMS_BY_DOT:
-            ones = tl.full([BLOCK_N, 16], 1.0, values.dtype)
-            sums_M16 = tl.dot(
-                probabilities, ones, sums_M16 * decay_M[:, None], input_precision="ieee"
-            )
         result = tl.dot(probabilities, values, result * decay_M[:, None], input_precision="ieee")
         largest_M = new_largest_M
 
-    if SUMS_BY_DOT:
-        # All columns are the same.
-        sums_M = tl.max(sums_M16, 1)
-    return largest_M, sums_M, result
+    ones = tl.full([BLOCK_N, 16], 1.0, tl.float32)
+    sums_M16 = tl.dot(sums_MN, ones, input_precision="ieee")
+    # All columns are the same.
+    return largest_M, tl.max(sums_M16, 1), result
 
 
 @_kernel_of_rows
@@ -275,7 +267,6 @@ def _attend(
     cache_stride: tl.tensor, table_stride: tl.tensor,
     G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    SUMS_BY_DOT: tl.constexpr,
 ) -> None:  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
     count = tl.load(tile_counts_R + tl.program_id(0))
@@ -304,7 +295,7 @@ def _attend(
     largest_M, sums_M, result = _attend_to_keys(
         queries, key_cache, value_cache, table, positions_M, key_head * cache_stride,
         begin, end, last, scale,
-        M, D, D_PAD, BLOCK_TOKENS, WINDOW, BLOCK_N, SUMS_BY_DOT,
+        M, D, D_PAD, BLOCK_TOKENS, WINDOW, BLOCK_N,
     )  # fmt: skip
     sums_M = tl.where(sums_M > 0.0, sums_M, 1.0)
     # Adding 0 makes every zero positive: its sign would depend on masked blocks.
