@@ -176,8 +176,11 @@ def paged_attention(
 
 def launch_options(tile: int, key_bytes: int) -> dict[str, int]:
     """Warps and stages for a tile of this many rows; no bit depends on them."""
-    is_large = key_bytes > 256 or tile > 64
-    return {"num_warps": 8 if is_large else 4, "num_stages": 5 if key_bytes <= 128 else 3}
+    stages = 5 if key_bytes <= 128 else 3
+    if key_bytes > 256 or tile > 64:
+        return {"num_warps": 8, "num_stages": stages}
+    is_narrow = key_bytes == 256 and tile <= 16
+    return {"num_warps": 2 if is_narrow else 4, "num_stages": stages}
 
 
 @_kernel
