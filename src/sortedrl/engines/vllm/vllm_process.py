@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sortedrl.engines.installed import VLLM
 from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
 from sortedrl.engines.streaming.weight_files import weight_buckets, write_bucket
-from sortedrl.engines.vllm.worker_extension import RECEIVER, addresses
+from sortedrl.engines.vllm.worker_extension import RECEIVER
 from sortedrl.errors import EngineError, EngineLost
+from sortedrl.models.cuda_ipc import addresses
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:
