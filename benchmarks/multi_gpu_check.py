@@ -226,12 +226,13 @@ def _ipc(on_cpu: bool) -> str:
             seconds[way] = max(sent, found["seconds"])
         _require(not heard.warnings, "; ".join(heard.warnings))
         rendezvous, sharing = _pair(store, "broken"), _sharing("ipc", device, folder)
-        _second_process(_die_in_the_middle, rendezvous, device, folder)
+        # The process starts only while its queue exists.
+        answers = _second_process(_die_in_the_middle, rendezvous, device, folder)
         with closing(broadcast.BroadcastSender(device, sharing=sharing)) as sender:
             try:
                 sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
-            except TransportFailed:
-                pass
+            except TransportFailed as error:
+                _require("the broadcast failed" in str(error), f"a death was seen as: {error}")
             else:
                 raise RuntimeError("the sender must see that the reader died")
         _require(not any(Path(folder).iterdir()), "no file of a buffer may be left")
