@@ -205,7 +205,7 @@ def _ipc(on_cpu: bool) -> str:
     from sortedrl.cluster.buckets import parts
     from sortedrl.cluster.weight_transport import BROADCAST_BYTES, TransportFailed
 
-    device = "cpu" if on_cpu else "cuda:0"
+    device, bucket_bytes = ("cpu", 1 << 16) if on_cpu else ("cuda:0", BROADCAST_BYTES)
     heard = _Heard()
     logging.getLogger(broadcast.__name__).addHandler(heard)
     store = broadcast.RendezvousStore("127.0.0.1", seconds=_ANSWER_SECONDS)
@@ -219,7 +219,7 @@ def _ipc(on_cpu: bool) -> str:
             with closing(broadcast.BroadcastSender(device, sharing=sharing)) as sender:
                 for _ in range(2):
                     start = perf_counter()
-                    sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
+                    sender.send(rendezvous, parts(tensors.items(), bucket_bytes=bucket_bytes))
                     sent = perf_counter() - start
                 found = _answer(answers)
             _require(found["is_equal"], f"the bits must arrive by {way} as they were sent")
@@ -230,7 +230,7 @@ def _ipc(on_cpu: bool) -> str:
         answers = _second_process(_die_in_the_middle, rendezvous, device, folder)
         with closing(broadcast.BroadcastSender(device, sharing=sharing)) as sender:
             try:
-                sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
+                sender.send(rendezvous, parts(tensors.items(), bucket_bytes=bucket_bytes))
             except TransportFailed as error:
                 _require("the broadcast failed" in str(error), f"a death was seen as: {error}")
             else:
