@@ -13,6 +13,7 @@ run says what it needs. The exit code is 1 if a part failed.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -262,6 +263,7 @@ def _allocated(device: str) -> int:
     if device == "cpu":
         return 0
     torch.cuda.synchronize()
+    gc.collect()
     return torch.cuda.memory_allocated()
 
 
@@ -295,7 +297,8 @@ def _receive_twice(rendezvous: Rendezvous, way: str, device: str, folder: str) -
                 places = {tensor.device.type for tensor in bucket.values()}
                 _require(places == {torch.device(arriving).type}, f"weights came to {places}")
                 received |= {name: tensor.to(device) for name, tensor in bucket.items()}
-            _allocated(device)
+            if not device.startswith("cpu"):
+                torch.cuda.synchronize()
             seconds = perf_counter() - start
     expected = _random_weights(device)
     is_equal = received.keys() == expected.keys() and all(

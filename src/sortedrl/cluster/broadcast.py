@@ -210,10 +210,12 @@ class _Join:
         senders, workers = self._places()
         sharing = shared_ranks(senders, workers)
         own = [rank for rank, sender in sharing.items() if sender == number]
-        self._offer_trial(own)
-        refusals = self._refusals(sharing)
-        if own and self._member.sharing is not None:
-            self._member.sharing.close()
+        try:
+            self._offer_trial(own)
+            refusals = self._refusals(sharing)
+        finally:
+            if self._member.sharing is not None:
+                self._member.sharing.close()
         self._warn_once({rank: refusals[rank] for rank in own if rank in refusals})
         taken = [rank for rank in own if rank not in refusals]
         if taken:

@@ -19,7 +19,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sortedrl.models.cuda_ipc import Address, addresses, gpu_name, release, tensors_at
+from sortedrl.models.cuda_ipc import (
+    Address,
+    addresses,
+    free_unused_memory,
+    gpu_name,
+    release,
+    tensors_at,
+)
 
 
 class BufferSharing(Protocol):
@@ -82,8 +89,7 @@ class CudaSharing:
         """Give the memory back, also to the other processes on the GPU."""
         release(self._given)
         self._given.clear()
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+        free_unused_memory()
 
 
 class FileSharing:

@@ -28,10 +28,7 @@ def addresses(tensors: Mapping[str, Tensor]) -> list[Address]:
 
 
 def tensors_at(given: Sequence[Address]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of another process at these addresses, which must be on GPUs that are visible.
-
-    `torch.cuda.ipc_collect` closes those that were dropped.
-    """
+    """The tensors of another process at these addresses, which must be on GPUs that are visible."""
     devices = {gpu_name(index): index for index in range(torch.cuda.device_count())}
     for name, dtype, shape, stride, offset, gpu, storage in given:
         if gpu not in devices:
@@ -59,6 +56,13 @@ def release(given: Sequence[Address]) -> None:
     for *_, storage in given:
         *_, counter, offset, _, _ = storage
         torch.UntypedStorage._release_ipc_counter(counter, offset)
+
+
+def free_unused_memory() -> None:
+    """Give memory that nothing refers to any more back to the GPU, for its other processes."""
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
 
 
 def gpu_name(device: torch.device | int) -> str:
