@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import PrefixStore
@@ -20,8 +21,9 @@ from buffer_sharing_worlds import (
     buckets,
     receive_as_process,
 )
+from sortedrl.cluster import buffer_sharing
 from sortedrl.cluster.broadcast import _can_use_nccl
-from sortedrl.cluster.buffer_sharing import FileSharing
+from sortedrl.cluster.buffer_sharing import CudaSharing, FileSharing
 from sortedrl.cluster.weight_transport import Rendezvous, TransportFailed
 from sortedrl.errors import TrainingError
 
@@ -154,6 +156,28 @@ def test_between_two_syncs_no_buffer_is_open_and_no_file_is_left(folders):
             cluster.sync(cluster.rendezvous(), lambda: buckets(5))
             assert not list(folders[0].iterdir())
             assert not mapped(folders[0])
+
+
+def test_the_address_of_a_buffer_on_a_gpu_travels_as_text_and_is_taken_back_at_the_end(monkeypatch):
+    address = [
+        "buffer",
+        "torch.uint8",
+        [9],
+        [1],
+        0,
+        "GPU-a",
+        [b"\x00\xff", 9, 0, b"/t", 3, b"", True],
+    ]
+    read, released = [], []
+    monkeypatch.setattr(buffer_sharing, "addresses", lambda tensors: [address])
+    monkeypatch.setattr(buffer_sharing, "tensors_at", lambda given: read.extend(given) or [("", 7)])
+    monkeypatch.setattr(buffer_sharing, "release", released.extend)
+    sharing = CudaSharing(torch.device("cuda"))
+    assert sharing.opened(sharing.handle(torch.zeros(9))) == 7
+    assert read == [address]
+    sharing.close()
+    sharing.close()
+    assert released == [address]
 
 
 # --- failures -------------------------------------------------------------------------------------
