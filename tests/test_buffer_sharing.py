@@ -123,10 +123,10 @@ class HeldSharing(FileSharing):
 
     def __init__(self, folder):
         super().__init__(folder)
-        self.may_settle = threading.Event()
+        self.may_finish = threading.Event()
 
-    def settle(self):
-        assert self.may_settle.wait(60)
+    def synchronize(self):
+        assert self.may_finish.wait(60)
 
 
 def test_a_buffer_is_filled_again_only_when_its_readers_have_their_copies(folders):
@@ -145,7 +145,7 @@ def test_a_buffer_is_filled_again_only_when_its_readers_have_their_copies(folder
         time.sleep(0.3)
         # Two buffers are filled, and the third bucket waits for the first of them.
         assert taken == ["0.a", "1.a", "2.a"]
-        worker.may_settle.set()
+        worker.may_finish.set()
         sending[0].result()
         assert bits_of(receiving[0].result()) == bits_of(buckets(6))
 
@@ -191,7 +191,7 @@ def test_a_reader_that_hangs_is_not_waited_for_longer_than_the_timeout(folders):
         )
         with pytest.raises(TransportFailed, match="the broadcast failed"):
             sending[0].result()
-        worker.may_settle.set()
+        worker.may_finish.set()
         with pytest.raises(TransportFailed, match="the broadcast failed"):
             receiving[0].result()
 

@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 _LOST = "lost"
 _CPU = "cpu"
 _SENDERS = "senders"
-_TRIAL_BYTES = 16
+_PROBE_BYTES = 16
 # What torch and CUDA raise where memory cannot be shared.
 _REFUSED = (RuntimeError, OSError, ValueError)
 
@@ -67,7 +67,7 @@ class RendezvousStore:
         with as_transport_failure("the store does not answer"):
             store = PrefixStore(key, self._store)
             store.set(_name(rank), _LOST)
-            store.set(_trial_name(rank), _LOST)
+            store.set(_probe_result_name(rank), _LOST)
 
 
 class BroadcastSender:
@@ -192,7 +192,7 @@ class _Join:
     """The way of one rank into its channels: all ranks decide alike, from what is in the store.
 
     1. Every rank names its place, and waits for those of the others.
-    2. Each sender offers a small buffer to the workers at its place, which try to read it.
+    2. Each sender shares a small buffer with the workers at its place, which try to read it.
     3. Workers that could share the buffers of their sender, the others those of a broadcast.
     """
 
@@ -211,7 +211,7 @@ class _Join:
         sharing = shared_ranks(senders, workers)
         own = [rank for rank, sender in sharing.items() if sender == number]
         try:
-            self._offer_trial(own)
+            self._send_probe(own)
             refusals = self._refusals(sharing)
         finally:
             if self._member.sharing is not None:
@@ -230,7 +230,7 @@ class _Join:
         senders, workers = self._places()
         sharing = shared_ranks(senders, workers)
         if rank in sharing:
-            self._store.set(_trial_name(rank), self._tried(rank))
+            self._store.set(_probe_result_name(rank), self._probe_result(rank))
         refusals = self._refusals(sharing)
         if rank in sharing and rank not in refusals:
             number = sharing[rank]
@@ -249,11 +249,11 @@ class _Join:
         others = self._values([_sender_name(number) for number in range(1, int(count))])
         return [first, *others], dict(zip(ranks[1:], workers, strict=True))
 
-    def _offer_trial(self, ranks: Sequence[int]) -> None:
-        """Offer these workers a buffer with a few random bytes."""
+    def _send_probe(self, ranks: Sequence[int]) -> None:
+        """Share a buffer with a few random bytes with these workers."""
         if not ranks or self._member.sharing is None:
             return
-        sent = os.urandom(_TRIAL_BYTES)
+        sent = os.urandom(_PROBE_BYTES)
         try:
             handle = _filled(self._member.sharing, sent)
         except _REFUSED as error:
@@ -261,12 +261,12 @@ class _Join:
             handle = None
             sent = first_line(error).encode()
         for rank in ranks:
-            self._store.set(_offer_name(rank), json.dumps([handle, sent.hex()]))
+            self._store.set(_probe_name(rank), json.dumps([handle, sent.hex()]))
 
-    def _tried(self, rank: int) -> str:
-        """Why the buffer that was offered cannot be read; nothing if it can."""
-        assert self._member.sharing is not None, "who shares nothing gets no offer"
-        handle, sent = json.loads(self._values([_offer_name(rank)])[0])
+    def _probe_result(self, rank: int) -> str:
+        """Why the buffer of the sender cannot be read; nothing if it can."""
+        assert self._member.sharing is not None, "who shares nothing gets no probe"
+        handle, sent = json.loads(self._values([_probe_name(rank)])[0])
         if handle is None:
             return bytes.fromhex(sent).decode()
         try:
@@ -280,7 +280,7 @@ class _Join:
     def _refusals(self, sharing: Iterable[int]) -> dict[int, str]:
         """The workers that cannot read the buffers of their senders, and why."""
         ranks = list(sharing)
-        reasons = self._values_of(ranks, _trial_name)
+        reasons = self._values_of(ranks, _probe_result_name)
         return {rank: reason for rank, reason in zip(ranks, reasons, strict=True) if reason}
 
     def _warn_once(self, refusals: Mapping[int, str]) -> None:
@@ -353,7 +353,7 @@ def _filled(sharing: BufferSharing, sent: bytes) -> str:
     """The handle of a new buffer with these bytes, which exists until `sharing` is closed."""
     buffer = sharing.empty(len(sent))
     buffer.copy_(torch.frombuffer(bytearray(sent), dtype=torch.uint8))
-    sharing.settle()
+    sharing.synchronize()
     return sharing.handle(buffer)
 
 
@@ -370,9 +370,9 @@ def _sender_name(number: int) -> str:
     return f"sender/{number}" if number else _name(0)
 
 
-def _offer_name(rank: int) -> str:
-    return f"offer/{rank}"
+def _probe_name(rank: int) -> str:
+    return f"probe/{rank}"
 
 
-def _trial_name(rank: int) -> str:
-    return f"trial/{rank}"
+def _probe_result_name(rank: int) -> str:
+    return f"probe-result/{rank}"

@@ -1,12 +1,14 @@
 """Buffers that another process of the machine reads in place, instead of receiving a copy.
 
-    sender      empty -> handle ----- JSON ---->  opened     a worker
-                  fill, settle                      copy, settle
-                  close      <-- all have read --   close
+    sender                         worker
+    empty, handle      -- JSON ->  opened
+    fill, synchronize  -- size ->  copy, synchronize
+                       <- reply -
+    close              <- reply -  close
 
 CUDA shares them as IPC handles: this is how weights pass between two processes on one GPU, which
-cannot form an NCCL group. The sender settles a buffer before it announces it, and fills it again
-when all readers have settled their copies. Readers close before the sender does.
+cannot form an NCCL group. The sender synchronizes before it announces a buffer, and fills it again
+when all readers have their copies. Readers close before the sender does.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class BufferSharing(Protocol):
     def opened(self, handle: str) -> Tensor:
         """The buffer of another end."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until what was written to buffers, or copied from them, is there."""
 
     def close(self) -> None:
@@ -81,7 +83,7 @@ class CudaSharing:
         ((_, buffer),) = tensors_at([address])
         return buffer
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the stream on which buffers are packed and copied."""
         torch.cuda.current_stream(self._device).synchronize()
 
@@ -124,7 +126,7 @@ class FileSharing:
         path, size = json.loads(handle)
         return self._mapped(Path(path), size)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Nothing is asynchronous."""
 
     def close(self) -> None:

@@ -120,7 +120,7 @@ class SharedChannel:
         # The other buffer may still be read.
         self._group.wait(leaving=2)
         sizes, _ = next(self._buffers).packed(part)
-        self._sharing.settle()
+        self._sharing.synchronize()
         self._group.start(sizes)
         self._group.start_reply()
 
@@ -160,7 +160,7 @@ class SharedChannel:
                 self._store.delete_key(name)
             shared = self._opened[number][:size]
             flat = shared.cpu() if _is_full(shared) else shared.clone()
-            self._sharing.settle()
+            self._sharing.synchronize()
         return flat
 
     def _free(self) -> None:
