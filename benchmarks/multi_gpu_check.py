@@ -13,6 +13,7 @@ run says what it needs. The exit code is 1 if a part failed.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -29,9 +30,14 @@ from importlib.util import find_spec
 from multiprocessing.queues import Queue
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from sortedrl.cluster.broadcast import RendezvousStore
+    from sortedrl.cluster.buffer_sharing import BufferSharing
+    from sortedrl.cluster.weight_transport import Rendezvous
 
 _SECONDS = 900.0
 _ANSWER_SECONDS = 120.0
@@ -40,6 +46,8 @@ _PROMPT = [5, 9, 2, 7]
 _SYNC_TENSORS = 64
 _LLAMA_8B = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
 """Inputs and outputs: packed qkv, o, packed gate and up, down, head."""
+# Of weights in a mixed order, of which some have a bucket of their own.
+_MIXED_UNITS = (1, 3, 12, 16, 32)
 _ROWS = (8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 _MOST_PADDED = 128
 _CPU_PROCESSES = 2
@@ -190,23 +198,129 @@ def _with_vllm(*, shards: int, can_sleep: bool) -> str:
 # --- weights between processes --------------------------------------------------------------------
 
 
-def _ipc(_: bool) -> str:
-    """A tensor of this process, read by another one on the same GPU."""
-    from sortedrl.engines.vllm.worker_extension import addresses
+def _ipc(on_cpu: bool) -> str:
+    """Weights from one process to another on the same GPU: 2 GiB by IPC, and over gloo.
 
-    tensor = torch.arange(1 << 20, device="cuda", dtype=torch.float32)
-    (address,) = addresses({"weight": tensor})
-    found = _answer(_second_process(_read_address, address))
-    expected = float(tensor.double().sum())
-    _require(found == expected, f"the other process must read {expected}, got {found}")
-    return "a tensor was read in place by another process on the same card"
+    A reader that dies must leave no memory behind. On CPUs the buffers are files in shared memory.
+    """
+    from sortedrl.cluster import broadcast
+    from sortedrl.cluster.buckets import parts
+    from sortedrl.cluster.weight_transport import BROADCAST_BYTES, TransportFailed
+
+    device, bucket_bytes = ("cpu", 1 << 16) if on_cpu else ("cuda:0", BROADCAST_BYTES)
+    heard = _Heard()
+    logging.getLogger(broadcast.__name__).addHandler(heard)
+    store = broadcast.RendezvousStore("127.0.0.1", seconds=_ANSWER_SECONDS)
+    tensors = _random_weights(device)
+    size, held = sum(tensor.nbytes for tensor in tensors.values()), _allocated(device)
+    seconds = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for way in ("ipc", "gloo"):
+            rendezvous, sharing = _pair(store, way), _sharing(way, device, folder)
+            answers = _second_process(_receive_twice, rendezvous, way, device, folder)
+            with closing(broadcast.BroadcastSender(device, sharing=sharing)) as sender:
+                for _ in range(2):
+                    start = perf_counter()
+                    sender.send(rendezvous, parts(tensors.items(), bucket_bytes=bucket_bytes))
+                    sent = perf_counter() - start
+                found = _answer(answers)
+            # Why a worker cannot open a buffer is said there.
+            _require(not heard.warnings, "; ".join(heard.warnings))
+            expected = "cpu" if way == "gloo" else torch.device(device).type
+            _require(found["places"] == [expected], f"weights must come to {expected}: {found}")
+            _require(found["is_equal"], f"the bits must arrive by {way} as they were sent")
+            seconds[way] = max(sent, found["seconds"])
+        rendezvous, sharing = _pair(store, "broken"), _sharing("ipc", device, folder)
+        # The process starts only while its queue exists.
+        answers = _second_process(_die_in_the_middle, rendezvous, device, folder)
+        with closing(broadcast.BroadcastSender(device, sharing=sharing)) as sender:
+            try:
+                sender.send(rendezvous, parts(tensors.items(), bucket_bytes=bucket_bytes))
+            except TransportFailed as error:
+                _require("the broadcast failed" in str(error), f"a death was seen as: {error}")
+            else:
+                raise RuntimeError("the sender must see that the reader died")
+        _require(not any(Path(folder).iterdir()), "no file of a buffer may be left")
+    kept = _allocated(device) - held
+    _require(kept <= 0, f"the sender must free its buffers, it kept {kept} bytes")
+    rates = [f"{took:.3f} s ({size / took / 1e9:.1f} GB/s)" for took in seconds.values()]
+    over = "shared files" if on_cpu else "CUDA IPC"
+    return f"{size / 1e9:.2f} GB to the bit over {over} in {rates[0]}, over gloo in {rates[1]}"
 
 
-def _read_address(address: Sequence[object]) -> float:
-    from sortedrl.engines.vllm.worker_extension import _gpu, _tensors
+def _random_weights(device: str) -> dict[str, torch.Tensor]:
+    """The same bits in every process with such a device: 2 GiB on a GPU, 8 MiB on a CPU."""
+    unit = 1 << (11 if device == "cpu" else 19)
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        f"{number}.{units}": torch.randint(
+            -(1 << 15), 1 << 15, (units * unit,), generator=generator, device=device
+        )
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        for number in range(32)
+        for units in _MIXED_UNITS
+    }
 
-    ((_, tensor),) = _tensors([address], {_gpu(0): 0})
-    return float(tensor.double().sum())
+
+def _allocated(device: str) -> int:
+    if device == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
+def _pair(store: RendezvousStore, key: str) -> Rendezvous:
+    """The rendezvous of this process and a second one."""
+    from sortedrl.cluster.weight_transport import Rendezvous
+
+    return Rendezvous(
+        host=store.host, port=store.port, world=2, key=key, timeout=_ANSWER_SECONDS / 2
+    )
+
+
+def _sharing(way: str, device: str, folder: str) -> BufferSharing | None:
+    """How buffers are shared: by CUDA IPC, on CPUs as files."""
+    from sortedrl.cluster.buffer_sharing import CudaSharing, FileSharing
+
+    if way == "gloo":
+        return None
+    return FileSharing(Path(folder)) if device == "cpu" else CudaSharing(torch.device(device))
+
+
+def _receive_twice(rendezvous: Rendezvous, way: str, device: str, folder: str) -> dict[str, object]:
+    from sortedrl.cluster.broadcast import BroadcastReceiver
+
+    # What comes over gloo comes to main memory.
+    arriving = "cpu" if way == "gloo" else device
+    receiver = BroadcastReceiver(arriving, sharing=_sharing(way, device, folder))
+    places: set[str] = set()
+    with closing(receiver):
+        for _ in range(2):
+            received: dict[str, torch.Tensor] = {}
+            start = perf_counter()
+            for bucket in receiver.buckets(rendezvous, 1):
+                places |= {tensor.device.type for tensor in bucket.values()}
+                received |= {name: tensor.to(device) for name, tensor in bucket.items()}
+            if not device.startswith("cpu"):
+                torch.cuda.synchronize()
+            seconds = perf_counter() - start
+    expected = _random_weights(device)
+    is_equal = received.keys() == expected.keys() and all(
+        torch.equal(received[name].view(torch.int16), tensor.view(torch.int16))
+        for name, tensor in expected.items()
+    )
+    return {"seconds": seconds, "is_equal": is_equal, "places": sorted(places)}
+
+
+def _die_in_the_middle(rendezvous: Rendezvous, device: str, folder: str) -> None:
+    from sortedrl.cluster.broadcast import BroadcastReceiver
+
+    receiver = BroadcastReceiver(device, sharing=_sharing("ipc", device, folder))
+    for number, _ in enumerate(receiver.buckets(rendezvous, 1)):
+        if number == 2:
+            os._exit(1)
 
 
 def _second_process(work: Callable[..., object], *arguments: object) -> Queue[object]:
@@ -236,11 +350,12 @@ def _answer(answers: Queue[object]) -> Any:  # noqa: ANN401
 
 def _broadcast(on_cpu: bool) -> str:
     """A broadcast between two processes, as in a weight sync: 1 GiB on GPUs."""
-    from sortedrl.cluster.broadcast import BroadcastSender, RendezvousStore, parts
-    from sortedrl.cluster.weight_transport import BROADCAST_BYTES, Rendezvous
+    from sortedrl.cluster.broadcast import BroadcastSender, RendezvousStore
+    from sortedrl.cluster.buckets import parts
+    from sortedrl.cluster.weight_transport import BROADCAST_BYTES
 
-    store = RendezvousStore("127.0.0.1", seconds=120)
-    rendezvous = Rendezvous(host=store.host, port=store.port, world=2, key="check", timeout=120)
+    store = RendezvousStore("127.0.0.1", seconds=_ANSWER_SECONDS)
+    rendezvous = _pair(store, "check")
     devices = ("cpu", "cpu") if on_cpu else ("cuda:0", "cuda:1")
     answers = _second_process(_receive, rendezvous, devices[1])
     length = 1 << (16 if on_cpu else 22)
@@ -261,11 +376,9 @@ def _broadcast(on_cpu: bool) -> str:
     return f"{size / 1e9:.2f} GB in {seconds:.2f} s, including setup, over {over}"
 
 
-def _receive(rendezvous: object, device: str) -> dict[str, object]:
+def _receive(rendezvous: Rendezvous, device: str) -> dict[str, object]:
     from sortedrl.cluster.broadcast import BroadcastReceiver
-    from sortedrl.cluster.weight_transport import Rendezvous
 
-    assert isinstance(rendezvous, Rendezvous)
     with closing(BroadcastReceiver(device)) as receiver:
         received = {n: t for bucket in receiver.buckets(rendezvous, 1) for n, t in bucket.items()}
         values = [float(received[f"{n}"][-1]) for n in range(_SYNC_TENSORS)]
@@ -352,7 +465,9 @@ PARTS: Mapping[str, Part] = {
         gpus=1,
         can_use_cpus=True,
     ),
-    "ipc": Part(about="weights between processes on one GPU", run=_ipc, gpus=1),
+    "ipc": Part(
+        about="weights between two processes on one GPU", run=_ipc, gpus=1, can_use_cpus=True
+    ),
     "sleep": Part(
         about="vLLM sleeps, gets weights by IPC and wakes",
         run=lambda _: _with_vllm(shards=1, can_sleep=True),
@@ -437,7 +552,8 @@ def tried(name: str, *, seconds: float, on_cpu: bool) -> Verdict:
             raise
     took = perf_counter() - start
     if process.returncode:
-        lines = [line for line in errors.splitlines() if line.strip()]
+        # Warnings of CUDA may come after the error.
+        lines = [line for line in errors.splitlines() if line.strip() and line[0] != "["]
         words = lines[-1] if lines else f"exit code {process.returncode}"
         return Verdict(part=name, verdict="failed", words=words, seconds=took)
     words = output.strip().splitlines()[-1]

@@ -42,14 +42,16 @@ def test_train_plans_the_run_of_every_part_that_its_gpus_allow(check, capsys, tm
 
 @pytest.mark.slow
 def test_without_gpus_a_part_says_what_it_needs_or_is_tried_on_cpus(check, capsys, tmp_path):
-    given = ["--cpu", "--parts", "ipc", "bits", "broadcast", "--json", str(tmp_path / "found.json")]
+    names = ["sleep", "bits", "broadcast", "ipc"]
+    given = ["--cpu", "--parts", *names, "--json", str(tmp_path / "found.json")]
     assert check.main(given) == 0
     out = capsys.readouterr().out
-    assert "skipped  ipc" in out
+    assert "skipped  sleep" in out
     assert "tests GPUs only" in out
     parts = json.loads((tmp_path / "found.json").read_text())["parts"]
-    assert [part["verdict"] for part in parts] == ["skipped", "ok", "ok"]
+    assert [part["verdict"] for part in parts] == ["skipped", "ok", "ok", "ok"]
     assert parts[2]["words"].endswith("over gloo")
+    assert "to the bit over shared files" in parts[3]["words"]
 
 
 def test_a_part_that_hangs_leaves_no_process(check, monkeypatch, tmp_path):

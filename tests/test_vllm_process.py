@@ -169,6 +169,36 @@ def test_a_bucket_is_not_held_while_the_next_one_is_filled(monkeypatch):
     assert held == [0, 1, 1, 1, 1, 1]
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_weights_that_arrive_on_a_gpu_are_passed_on_by_address_and_not_as_a_file(monkeypatch):
+    monkeypatch.setattr(vllm_process, "_BUCKET_BYTES", 1000)
+    monkeypatch.setattr(vllm_process, "addresses", list)
+    given = []
+
+    class Taking(FakeVllm):
+        async def collective_rpc(self, method, kwargs):
+            given.extend(kwargs.get("given", ()))
+            await super().collective_rpc(method, kwargs)
+
+    def arriving():
+        yield {name: tensor.as_subclass(OnGpu) for name, tensor in tensors().items()}
+
+    async def run():
+        backend = VllmProcess(engine, name="vLLM", slots=2)
+        await backend.load_weights(Weights(1, ReceivedWeights(arriving()), is_streamed=True))
+        await backend.close()
+
+    engine = Taking()
+    asyncio.run(run())
+    assert given == list(tensors())
+    assert engine.calls[1:-3] == ["receive_weights"] * 3
+
+
 # --- opens that fail ------------------------------------------------------------------------------
 
 

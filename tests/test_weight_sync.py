@@ -18,13 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.cluster.broadcast import (
-    BroadcastReceiver,
-    BroadcastSender,
-    Buffer,
-    RendezvousStore,
-    parts,
-)
+from sortedrl.cluster.broadcast import BroadcastReceiver, BroadcastSender, RendezvousStore
+from sortedrl.cluster.buckets import Buffer, parts
 from sortedrl.cluster.connection import connected
 from sortedrl.cluster.placement import BundlePlacement, placement_plan
 from sortedrl.cluster.weight_sync import WeightLoad, WeightSync
@@ -166,7 +161,7 @@ def test_a_group_is_kept_under_its_key_and_formed_anew_under_another(members):
     for key in ("a", "a", "b"):
         received = members.sync([list(tensors.items())], members.rendezvous(key))
         assert all(digest(joined(found)) == digest(tensors) for found in received)
-        groups.append(members.sender._groups._group)
+        groups.append(members.sender._member._channels[0])
     assert groups[0] is groups[1]
     assert groups[1] is not groups[2]
 
@@ -176,7 +171,7 @@ def test_the_next_bucket_is_gathered_and_packed_while_one_travels(members, monke
     whole = Buffer.packed
 
     def under_way():
-        return len(members.sender._groups._group._under_way)
+        return len(members.sender._member._channels[0]._group._under_way)
 
     def buckets():
         for number in range(4):

@@ -12,7 +12,7 @@ from sortedrl.cluster.weight_transport import LocalSource, TransportFailed
 
 def digest(tensors):
     """Names, dtypes, shapes and bits of tensors."""
-    from sortedrl.cluster.broadcast import as_bytes
+    from sortedrl.cluster.buckets import as_bytes
 
     return {
         name: [

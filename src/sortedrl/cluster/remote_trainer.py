@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from torch import Tensor
 
-    from sortedrl.cluster.broadcast import Bucket
+    from sortedrl.cluster.buckets import Bucket
     from sortedrl.cluster.weight_transport import Rendezvous
 
 
@@ -131,7 +131,7 @@ class TrainerRank:
         )
         self._trainer = factory.trainer(ranks)
         self._is_colocated = is_colocated
-        self._sender = BroadcastSender(str(ranks.device))
+        self._sender = BroadcastSender(ranks.device, number=ranks.rank, count=ranks.world)
         self._offload()
         return RankInfo(
             device=torch.cuda.get_device_name(0) if has_gpu else "cpu",
@@ -183,14 +183,8 @@ class TrainerRank:
         return []
 
     def send(self, rendezvous: Rendezvous) -> None:
-        """Broadcast the weights to the workers; the first rank does."""
-        parts = self._parts(BROADCAST_BYTES)
-        try:
-            if self._trainer.ranks.is_first:
-                self._sender.send(rendezvous, parts)
-        finally:
-            # Gathering is collective: every rank gathers to the end, even if nothing is sent.
-            deque(parts, maxlen=0)
+        """Send the weights to the workers on this rank's GPU; the first rank to all others too."""
+        self._sender.send(rendezvous, self._parts(BROADCAST_BYTES))
 
     def write(self, path: Path) -> None:
         """Write the weights into a file; the first rank does."""
@@ -235,7 +229,7 @@ _OTHERS_SECONDS = 10.0
 
 
 class RankSource:
-    """The weights of a trainer over ranks: the first rank sends them to the workers itself."""
+    """The weights of a trainer over ranks, which send them to the workers themselves."""
 
     def __init__(self, trainer: RemoteTrainer) -> None:
         """Nothing is sent yet."""
@@ -246,7 +240,7 @@ class RankSource:
         return self._trainer.call(lambda rank: rank.put.remote())[0]  # type: ignore[no-any-return]
 
     def send(self, weights: Weights, rendezvous: Rendezvous) -> None:
-        """Broadcast to the workers by the first rank."""
+        """Sent to the workers by the ranks."""
         self._trainer.call(lambda rank: rank.send.remote(rendezvous))
 
     def write(self, weights: Weights, path: Path) -> None:

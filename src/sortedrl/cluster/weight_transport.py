@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from torch import Tensor
 
-    from sortedrl.cluster.broadcast import BroadcastReceiver, BroadcastSender, Bucket
+    from sortedrl.cluster.broadcast import BroadcastReceiver, BroadcastSender
+    from sortedrl.cluster.buckets import Bucket
 
 
 BROADCAST_BYTES = 16 << 20
@@ -78,13 +80,14 @@ class LocalSource:
 
     def put(self, weights: Weights) -> Sequence[ObjectRef[Bucket]]:
         """Put them into the object store, in buckets."""
-        from sortedrl.cluster.broadcast import parts
+        from sortedrl.cluster.buckets import parts
 
         return put_objects(parts(_tensors(weights).items(), bucket_bytes=OBJECT_BYTES))
 
     def send(self, weights: Weights, rendezvous: Rendezvous) -> None:
         """Broadcast them to the workers that join."""
-        from sortedrl.cluster.broadcast import BroadcastSender, parts
+        from sortedrl.cluster.broadcast import BroadcastSender
+        from sortedrl.cluster.buckets import parts
 
         tensors = _tensors(weights)
         if self._sender is None:
@@ -93,7 +96,7 @@ class LocalSource:
 
     def write(self, weights: Weights, path: Path) -> None:
         """Write them as one safetensors file."""
-        from sortedrl.cluster.broadcast import as_tensor
+        from sortedrl.cluster.buckets import as_tensor
 
         named = {name: as_tensor(name, given) for name, given in _tensors(weights).items()}
         write_weights(named.items(), path, like=named)
@@ -121,7 +124,7 @@ def put_objects(parts: Iterable[Sequence[tuple[str, Tensor]]]) -> list[ObjectRef
     import ray
     from ray.exceptions import RayError
 
-    from sortedrl.cluster.broadcast import bucket
+    from sortedrl.cluster.buckets import bucket
 
     coming = iter(parts)
     try:
@@ -171,6 +174,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def first_line(error: BaseException) -> str:
     """The first line of the message of an exception."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@contextmanager
+def as_transport_failure(what: str) -> Iterator[None]:
+    """Turn what torch and the network raise into `TransportFailed`."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise TransportFailed(f"{what}: {first_line(error)}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,18 +313,17 @@ class WeightReceiver:
 
 
 def _device() -> str:
-    """The device of this worker's weights."""
-    import ray
+    """The device of this worker's weights: a worker sees its own GPUs only."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _from_objects(delivery: ObjectDelivery) -> Iterator[Mapping[str, Tensor]]:
     import ray
     from ray.exceptions import RayError
 
-    from sortedrl.cluster.broadcast import unpacked
+    from sortedrl.cluster.buckets import unpacked
 
     for bucket in delivery.buckets:
         try:

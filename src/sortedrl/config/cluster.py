@@ -56,7 +56,7 @@ class Cluster:
     the controller's process."""
     weight_sync: WeightTransport = "broadcast"
     """How new weights reach the rollout workers; if one transport fails, the next is used.
-    broadcast: over a process group (NCCL, or gloo on the CPU), a bucket at a time.
+    broadcast: over NCCL between GPUs; over gloo on the CPU, and where processes share a GPU.
     objects: through Ray's object store, which each machine reads once.
     disk: a file in the run folder, which must be shared by all machines."""
     overlap: bool = False

@@ -37,6 +37,7 @@ from sortedrl.engines.sglang.sglang_request import (
 from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
 from sortedrl.engines.streaming.weight_files import weight_buckets
 from sortedrl.errors import EngineError, EngineLost
+from sortedrl.models.cuda_ipc import free_unused_memory
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:
@@ -290,6 +291,8 @@ class SglangProcess:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         if part in self._asleep:
+            # That of buckets of weights, which this process keeps otherwise.
+            free_unused_memory()
             resumed = ResumeMemoryOccupationReqInput(tags=[part])
             await self._unless_lost(self._manager.resume_memory_occupation(resumed))
             self._asleep.remove(part)

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sortedrl.engines.installed import VLLM
 from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
 from sortedrl.engines.streaming.weight_files import weight_buckets, write_bucket
-from sortedrl.engines.vllm.worker_extension import RECEIVER, addresses
+from sortedrl.engines.vllm.worker_extension import RECEIVER
 from sortedrl.errors import EngineError, EngineLost
+from sortedrl.models.cuda_ipc import addresses, free_unused_memory
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:
@@ -220,6 +221,8 @@ class VllmProcess:
     async def _wake(self, part: str) -> None:
         """Give this its memory again, once: a load that failed may have done so already."""
         if part in self._asleep:
+            # That of buckets of weights, which this process keeps otherwise.
+            free_unused_memory()
             await self._answered(self._engine.wake_up([part]))
             self._asleep.remove(part)
 

@@ -2,32 +2,21 @@
 
     begin_weights -> receive_weights or read_weights, once for each bucket -> finish_weights
 
-On a GPU a tensor is sent as a CUDA IPC handle: plain numbers, strings and bytes, so nothing is
-copied on the way and nothing is unpickled. The sender keeps its tensors unchanged until all shards
-have replied. Elsewhere a bucket is a safetensors file. Each shard takes its own part of a tensor.
-vLLM imports the extension by its name.
+On a GPU a tensor is sent by its address, so nothing is copied on the way. The sender keeps its
+tensors unchanged until all shards have replied. Elsewhere a bucket is a safetensors file. Each
+shard takes its own part of a tensor. vLLM imports the extension by its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-
-Address = Sequence[Any]
-"""Name, dtype, shape, stride, offset, GPU, and the IPC handle of the storage."""
-
-
-def addresses(tensors: Mapping[str, Tensor]) -> list[Address]:
-    """IPC handles of tensors on a GPU, for another process of this machine."""
-    torch.cuda.synchronize()
-    return [_address(name, tensor) for name, tensor in tensors.items()]
+from sortedrl.models.cuda_ipc import Address, tensors_at
 
 
 class WeightReceiver:
@@ -46,9 +35,8 @@ class WeightReceiver:
 
     def receive_weights(self, given: Sequence[Address]) -> None:
         """Load the tensors at these addresses."""
-        devices = {_gpu(index): index for index in range(torch.cuda.device_count())}
         # vLLM keeps a tensor until its layer is complete, which may be in a later bucket.
-        self._load((name, tensor.clone()) for name, tensor in _tensors(given, devices))
+        self._load((name, tensor.clone()) for name, tensor in tensors_at(given))
         # The sender may change its tensors as soon as this returns.
         torch.cuda.synchronize()
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
@@ -95,41 +83,6 @@ class WeightReceiver:
         for module in self._model.modules():
             if isinstance(module, ParallelLMHead) and module.weight.device.type == "cpu":
                 module.quant_method.process_weights_after_loading(module)
-
-
-def _address(name: str, tensor: Tensor) -> Address:
-    # The first field is the device index, which may differ in another process.
-    _, *storage = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-    shape, stride = list(tensor.shape), list(tensor.stride())
-    gpu = _gpu(tensor.device.index)
-    return (name, str(tensor.dtype), shape, stride, tensor.storage_offset(), gpu, storage)
-
-
-def _tensors(given: Sequence[Address], devices: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-    for name, dtype, shape, stride, offset, gpu, storage in given:
-        if gpu not in devices:
-            raise ValueError(f"{name} is on GPU {gpu}, which this vLLM worker does not see")
-        handle, size_bytes, offset_bytes, *synchronisation = storage
-        tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
-            Tensor,
-            torch.Size(shape),
-            tuple(stride),
-            offset,
-            torch.UntypedStorage,
-            _DTYPES[dtype],
-            devices[gpu],
-            handle,
-            size_bytes,
-            offset_bytes,
-            False,
-            *synchronisation,
-        )
-        yield name, tensor
-
-
-def _gpu(index: int) -> str:
-    """The UUID of a GPU, the same in every process."""
-    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 RECEIVER = "sortedrl.engines.vllm.worker_extension.WeightReceiver"
