@@ -36,8 +36,8 @@ import torch
 
 if TYPE_CHECKING:
     from sortedrl.cluster.broadcast import RendezvousStore
-    from sortedrl.cluster.buffer_sharing import BufferSharing
     from sortedrl.cluster.weight_transport import Rendezvous
+    from sortedrl.models.shared_memory import BufferSharing
 
 _SECONDS = 900.0
 _ANSWER_SECONDS = 120.0
@@ -282,7 +282,7 @@ def _pair(store: RendezvousStore, key: str) -> Rendezvous:
 
 def _sharing(way: str, device: str, folder: str) -> BufferSharing | None:
     """How buffers are shared: by CUDA IPC, on CPUs as files."""
-    from sortedrl.cluster.buffer_sharing import CudaSharing, FileSharing
+    from sortedrl.models.shared_memory import CudaSharing, FileSharing
 
     if way == "gloo":
         return None

@@ -10,8 +10,8 @@ import torch
 
 from sortedrl.cluster.broadcast import BroadcastReceiver, BroadcastSender, RendezvousStore
 from sortedrl.cluster.buckets import as_bytes
-from sortedrl.cluster.buffer_sharing import FileSharing
 from sortedrl.cluster.weight_transport import Rendezvous
+from sortedrl.models.shared_memory import FileSharing
 
 
 def buckets(count, *, seed=0):

@@ -21,11 +21,11 @@ from buffer_sharing_worlds import (
     buckets,
     receive_as_process,
 )
-from sortedrl.cluster import buffer_sharing
 from sortedrl.cluster.broadcast import _can_use_nccl
-from sortedrl.cluster.buffer_sharing import CudaSharing, FileSharing
 from sortedrl.cluster.weight_transport import Rendezvous, TransportFailed
 from sortedrl.errors import TrainingError
+from sortedrl.models import shared_memory
+from sortedrl.models.shared_memory import CudaSharing, FileSharing
 
 SHARED, BROADCAST = ["SharedChannel"], ["BroadcastChannel"]
 
@@ -169,9 +169,9 @@ def test_the_address_of_a_buffer_on_a_gpu_travels_as_text_and_is_taken_back_at_t
         [b"\x00\xff", 9, 0, b"/t", 3, b"", True],
     ]
     read, released = [], []
-    monkeypatch.setattr(buffer_sharing, "addresses", lambda tensors: [address])
-    monkeypatch.setattr(buffer_sharing, "tensors_at", lambda given: read.extend(given) or [("", 7)])
-    monkeypatch.setattr(buffer_sharing, "release", released.extend)
+    monkeypatch.setattr(shared_memory, "addresses", lambda tensors: [address])
+    monkeypatch.setattr(shared_memory, "tensors_at", lambda given: read.extend(given) or [("", 7)])
+    monkeypatch.setattr(shared_memory, "release", released.extend)
     sharing = CudaSharing(torch.device("cuda"))
     assert sharing.opened(sharing.handle(torch.zeros(9))) == 7
     assert read == [address]

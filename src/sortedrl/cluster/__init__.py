@@ -11,6 +11,5 @@ weight_sync       pushes each new version from the trainer to all workers
 weight_transport  the three transports: broadcast, object store, disk
 broadcast         senders and receivers of buckets: which worker gets them in which channel
 channels          a broadcast over NCCL or gloo, or buffers that workers on the same GPU read
-buffer_sharing    CUDA IPC, and files in its place for tests without a GPU
 buckets           tensors as buckets of bytes
 """

@@ -28,7 +28,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
 )
 
 from sortedrl.cluster.buckets import Part, tensors_of_bucket
-from sortedrl.cluster.buffer_sharing import BufferSharing, sharing_on
 from sortedrl.cluster.channels import BroadcastChannel, Channel, ProcessGroup, SharedChannel
 from sortedrl.cluster.weight_transport import (
     Rendezvous,
@@ -36,6 +35,7 @@ from sortedrl.cluster.weight_transport import (
     as_transport_failure,
     first_line,
 )
+from sortedrl.models.shared_memory import BufferSharing, sharing_on
 
 _LOG = logging.getLogger(__name__)
 _LOST = "lost"

@@ -30,8 +30,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
 )
 
 from sortedrl.cluster.buckets import Buffer, Part, bucket_sizes
-from sortedrl.cluster.buffer_sharing import BufferSharing
 from sortedrl.cluster.weight_transport import Rendezvous, as_transport_failure
+from sortedrl.models.shared_memory import BufferSharing
 
 if TYPE_CHECKING:
     from torch.distributed import Work

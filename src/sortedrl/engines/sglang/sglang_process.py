@@ -37,7 +37,7 @@ from sortedrl.engines.sglang.sglang_request import (
 from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
 from sortedrl.engines.streaming.weight_files import weight_buckets
 from sortedrl.errors import EngineError, EngineLost
-from sortedrl.models.cuda_ipc import free_unused_memory
+from sortedrl.models.shared_memory import free_unused_memory
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationR
 from sortedrl.engines.streaming.weight_files import weight_buckets, write_bucket
 from sortedrl.engines.vllm.worker_extension import RECEIVER
 from sortedrl.errors import EngineError, EngineLost
-from sortedrl.models.cuda_ipc import addresses, free_unused_memory
+from sortedrl.models.shared_memory import addresses, free_unused_memory
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:

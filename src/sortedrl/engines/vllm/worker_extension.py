@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sortedrl.models.cuda_ipc import Address, tensors_at
+from sortedrl.models.shared_memory import Address, tensors_at
 
 
 class WeightReceiver:
