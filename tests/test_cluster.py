@@ -231,7 +231,7 @@ def test_two_workers_write_what_one_engine_writes_to_the_bit(open_pool):
 
 
 def test_tensors_of_every_kind_arrive_as_they_were():
-    from sortedrl.cluster.broadcast import bucket, parts, unpacked
+    from sortedrl.cluster.buckets import bucket, parts, unpacked
 
     tensors = {
         "half": torch.randn(3, 5).bfloat16(),
