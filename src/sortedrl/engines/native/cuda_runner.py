@@ -296,7 +296,7 @@ class CudaRunner:
         return fewest
 
     def weights_changed(self) -> None:
-        """Graphs read the parameters in place; other tensors in their place are packed anew."""
+        """Graphs read the parameters in place; packed layers with other tensors are packed anew."""
         moved = [group for group in self._packed if not group.is_current]
         for group in moved:
             group.pack()
@@ -485,7 +485,7 @@ class _CudaPagedAttention:
 
 
 def _tile_rows(dtype: torch.dtype) -> TileRows:
-    """Tall tiles make prefill of long answers three times as fast; those of fp32 spill."""
+    """Tall tiles make the attention of long prefills faster, but spill registers in fp32."""
     return TileRows() if dtype == torch.float32 else TileRows(spans=64)
 
 
